@@ -2,12 +2,12 @@
 
 Most rows are 4 batch entries of 8192 tokens in 16 heads of 128: a window, documents, a prefix LM, a dilated window,
 random blocks a head, and blocks as a model selects them a head and batch entry. Against flash-attn-4's block sparsity
-and compiled FlexAttention, where they are there. The package also takes part deterministically, under several launch
-orders, and with arguments of its own that ask for the same without a block mask. It also takes part with all blocks
-visible, to whose time that of random masks is to be proportional.
+and compiled FlexAttention, where they are there. The package also takes part deterministically, and with arguments of
+its own that ask for the same without a block mask. It also takes part with all blocks visible, to whose time that of
+random masks is to be proportional.
 
 Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
-says of itself what its deterministic pass takes on the model in ``flash_attn_cute.dq_order.contention_model``.
+says of itself what it takes on the model in ``flash_attn_cute.dq_order.contention_model``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,6 @@ from flash_attn_cute.sparsity import column_tables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
 DETERMINISTIC = f"{PACKAGE} deterministic"
-SPT, PERMUTATION, AUTO = (f"{DETERMINISTIC} {order}" for order in ("spt", "permutation", "auto"))
 # The same by other arguments of the package, and what is not what a row asks for.
 WITHOUT, ALL_BLOCKS = f"{PACKAGE} without a block mask", f"{PACKAGE} all blocks"
 BACKEND = gpu_backend()
@@ -50,8 +49,7 @@ class Row:
     """A mask over sequences of ``seqlen`` tokens.
 
     Of random masks a ``share`` of all blocks is visible; ``top`` blocks of ``block`` tokens are selected. The bars are
-    the least speed over others, (forward, backward), and that of the deterministic backward pass, in the order "auto",
-    over the other one.
+    the least speed over others, (forward, backward), and that of the deterministic backward pass over the other one.
     """
 
     name: str
@@ -69,7 +67,7 @@ _REGULAR = {FA4: (1.12, 1.06), FLEX: (1.5, 1.4), WITHOUT: (0.96, 0.96)}
 
 def _random(percent: float, seqlen: int = 8192, bars: Mapping[str, tuple[float, float]] | None = None) -> Row:
     name = f"random {percent} %" + ("" if seqlen == 8192 else f" {seqlen // 1024}k")
-    return Row(name, "random", seqlen, share=percent / 100, bars=bars or {}, deterministic=0.93)
+    return Row(name, "random", seqlen, share=percent / 100, bars=bars or {}, deterministic=0.95)
 
 
 ROWS = (
@@ -83,13 +81,10 @@ ROWS = (
     _random(50),
     _random(100),
     _random(12.5, 16384),
-    Row("top 16 of 64", "top-k"),
+    Row("top 16 of 64", "top-k", deterministic=0.95),
     Row("top 32 of 128 of 64 tokens", "top-k", top=32, block=64),
 )
 PROPORTIONAL = 1.1  # the most time over a row's share of that of all blocks
-# By how much a permutation with its orders of query blocks is to be faster than fewest queries first. On other masks
-# they may lose 1 %.
-SCHEDULED = dict.fromkeys(("random 5 %", "random 12.5 % 16k", "top 16 of 64"), 1.05)
 
 
 class Shown(NamedTuple):
@@ -140,7 +135,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
                     case = _case(Row(f"{kind} {length}", kind, length), passes, device, dtype)
                     yield replace(case, panel=f"{passes}, {kind}", length=length)
 
-    contenders = [x for x in _contenders() if x.name in (PACKAGE, DETERMINISTIC, AUTO, FA4, FLEX)]
+    contenders = [x for x in _contenders() if x.name in (PACKAGE, DETERMINISTIC, FA4, FLEX)]
     return Suite("sparse-lengths", cases, contenders, PACKAGE, bars=(), rounds=10, seconds=1.0)
 
 
@@ -184,17 +179,14 @@ def _bars() -> Iterator[Bar]:
         if row.kind == "random" and row.share < 1:
             for passes in _EACH:
                 yield Bar(f"{passes} {row.name}", PACKAGE, ALL_BLOCKS, PROPORTIONAL * row.share)
-        backward = f"backward {row.name}"
         if row.deterministic is not None:
-            yield Bar(backward, AUTO, PACKAGE, 1 / row.deterministic)
-        yield Bar(backward, PERMUTATION, SPT, 1 / SCHEDULED.get(row.name, 1 / 1.01))
+            yield Bar(f"backward {row.name}", DETERMINISTIC, PACKAGE, 1 / row.deterministic)
 
 
 def _contenders() -> list[Contender[SparseCase]]:
     return [
         Contender(PACKAGE, _passes(_package)),
-        Contender(DETERMINISTIC, _deterministic("default")),
-        *(Contender(name, _deterministic(name.rpartition(" ")[2]), DETERMINISTIC) for name in (SPT, PERMUTATION, AUTO)),
+        Contender(DETERMINISTIC, _deterministic),
         Contender(WITHOUT, _passes(_without)),
         Contender(ALL_BLOCKS, _passes(_all_blocks), compared=False),
         Contender(FA4, _passes(_flash_attn_4)),
@@ -249,29 +241,19 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
 
 
 def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
-    """Times of the backward pass on the model, in words: without an order of additions, and under some orders."""
-    times = modelled(mask, batch, device)
-    return "on the model " + ", ".join(f"{order} {time:.0f} us" for order, time in times.items())
+    """Time of the backward pass on the model, in words."""
+    return f"on the model {modelled(mask, batch, device):.0f} us"
 
 
-def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, float]:
-    """Microseconds of the backward pass on the model: with "no order", if it can be without, and under some orders."""
-    times: dict[str, float] = {}
-    for order in ("default", "spt", "permutation"):
-        ordered = mask.with_order(order)
-        tables = ordered.tables(device, backward=True)
-        steps, m_block_order = (
-            x.cpu().expand(batch, HEADS, -1, -1)
-            for x in (column_tables.steps(tables.rows, mask.sizes), column_tables.m_block_order_of(tables, mask.sizes))
-        )
-        machine = machine_of(mask.seqlen_q, ordered.low_contention, ordered.has_m_block_order)
-        work = Pass(steps, machine=machine, m_block_order=m_block_order)
-        assert tables.columns is not None
-        launch = tables.columns.order.cpu().expand(work.order_shape)
-        if order == "default" and not ordered.low_contention:  # others have an order even if none is asked for
-            times["no order"] = work.overhead(ordered=False) + work.play(launch, ordered=False).makespan
-        times[order] = work.overhead() + work.play(launch).makespan
-    return times
+def modelled(mask: BlockMask, batch: int, device: torch.device) -> float:
+    """Microseconds of the backward pass on the model: in order under low contention, else without an order."""
+    tables = mask.tables(device, backward=True)
+    steps = column_tables.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1)
+    work = Pass(steps, machine=machine_of(mask.seqlen_q))
+    assert tables.columns is not None
+    launch = tables.columns.order.cpu().expand(work.order_shape)
+    ordered = mask.low_contention
+    return work.overhead(ordered=ordered) + work.play(launch, ordered=ordered).makespan
 
 
 def document_ids(batch: int, seqlen: int) -> Tensor:
@@ -355,14 +337,10 @@ def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: 
     return run
 
 
-def _deterministic(order: str) -> Callable[[SparseCase], Run]:
-    def of(case: SparseCase) -> Run:
-        if case.passes == "forward":
-            raise NoPart  # forward passes add nothing in an order
-        mask = case.shown.mask.with_order(order)
-        return _passes(lambda case: _package(case, mask, deterministic=True))(case)
-
-    return of
+def _deterministic(case: SparseCase) -> Run:
+    if case.passes == "forward":
+        raise NoPart  # forward passes add nothing in an order
+    return _passes(partial(_package, deterministic=True))(case)
 
 
 def _without(case: SparseCase) -> Callable[[], Tensor]:

@@ -6,8 +6,7 @@ its own addition. A tile waits for lower tickets alone, so tickets are played th
 
 Let ``ready`` be when a block's turn is signalled, and k the steps taken up to that block. A tile that begins at time s
 is done with the block at ``step * k + max(s, max of ready - step * k)``, where the inner maximum is over the blocks so
-far. If a block has several sums, ``ready`` is that of the sum that the tile's turn belongs to. This is the longest path
-of DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
+far. This is the longest path of DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
 
 How an m_block order is found: turns follow tickets, but a tile may take its query blocks in any order, which under
 irregular masks decides how long it waits. It waits least if it takes them as they become ready: jobs with release
@@ -38,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER, SUMS
+from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 
 Numbers: TypeAlias = NDArray[Any]
 
@@ -60,7 +59,6 @@ class Machine(NamedTuple):
         tile: time to begin a tile.
         step: time of a block of 64 queries.
         signal: time from an addition until the next turn sees it.
-        sums: sums of dQ of a query block, to which turns belong one after the other.
         steps_ahead: a CTA draws its next ticket when so many steps are left to it.
         call: time of a call beside its tiles and traffic.
         bytes_a_us: bytes that memory moves in a microsecond.
@@ -71,7 +69,6 @@ class Machine(NamedTuple):
     tile: float = 4.0
     step: float = 2.1
     signal: float = 2.0
-    sums: int = 1
     steps_ahead: int = 2
     call: float = 35.0
     bytes_a_us: float = 4.2e6
@@ -80,18 +77,17 @@ class Machine(NamedTuple):
 H200 = Machine()
 
 
-def machine_of(seqlen_q: int, low_contention: bool = False, has_m_block_order: bool = False) -> Machine:
-    """An H200 with the sections and sums that ``backends.cute.plan`` gives deterministic passes at d = 128.
+def machine_of(seqlen_q: int, has_m_block_order: bool = False) -> Machine:
+    """An H200 with the sections that ``backends.cute.plan`` gives ordered passes at d = 128.
 
     A section has as many heads as the cache has room for, or more where few heads would wait too long for each other's
-    first turns. Masks of low contention, and those with an m_block order, have one sum a query block.
+    first turns.
     """
-    sums = 1 if low_contention or has_m_block_order else SUMS
     halves = max(1, -(-seqlen_q // 64))
     in_flight = BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if has_m_block_order else BYTES_IN_FLIGHT
-    in_cache = in_flight // (512 * (1 + sums) * max(seqlen_q, 1))
+    in_cache = in_flight // (1024 * max(seqlen_q, 1))
     for_turns = -(-5 * H200.num_ctas // (2 * halves))
-    return H200._replace(section=min(max(1, in_cache, for_turns), H200.num_ctas), sums=sums)
+    return H200._replace(section=min(max(1, in_cache, for_turns), H200.num_ctas))
 
 
 class Timeline(NamedTuple):
@@ -170,13 +166,12 @@ class Pass:
         out and dout are read for delta. Sums of dQ are read in the end and rounded; they are zeroed first if additions
         have no order.
         """
-        wide = self.machine.sums if ordered else 2
-        bytes_a_row = 2 * _NARROW + wide * _WIDE + _NARROW
+        bytes_a_row = 2 * _NARROW + (1 if ordered else 2) * _WIDE + _NARROW
         rows = len(self.mask_of_head) * self.blocks_q * _ROWS
         return self.machine.call + rows * bytes_a_row / self.machine.bytes_a_us
 
     def on(self, machine: Machine) -> Pass:
-        """A copy of the pass for a machine with another section or number of sums."""
+        """A copy of the pass for a machine with another section."""
         other = copy(self)
         other.machine = machine
         return other
@@ -327,8 +322,7 @@ class _Section:
         signalled = np.tile(np.arange(blocks), (len(masks), 1))
         signalled[:, -1] += _NEVER << _BLOCK_BITS
         signalled[:, -2] -= 1 << _BLOCK_BITS  # ahead of all others, whatever their numbers
-        # One for each sum of a block, that of the next turn first.
-        self.signalled = [signalled.copy() for _ in range(work.machine.sums)]
+        self.signalled = signalled
         self.played: list[tuple[Numbers, ...]] = []
         self.m_blocks: list[Numbers] = []
 
@@ -336,7 +330,7 @@ class _Section:
         """Plays a tile of each head: its key block, its CTA and when it begins, (lanes * heads,) each."""
         tile = self.first_tile + n
         met = self.tiles.met.take(tile, 0)
-        ready = self.signalled[0].take(met + self.first_block)
+        ready = self.signalled.take(met + self.first_block)
         if self.by_readiness:
             ready.sort(1)
             np.bitwise_and(ready, (1 << _BLOCK_BITS) - 1, out=met)
@@ -364,12 +358,9 @@ class _Section:
         at = met + self.first_block
         when <<= _BLOCK_BITS
         when += met
-        for this, following in zip(self.signalled, self.signalled[1:], strict=False):
-            this.reshape(-1)[at] = following.take(at)
-        last = self.signalled[-1]
-        ahead, behind = last[:, -2].copy(), last[:, -1].copy()
-        last.reshape(-1)[at] = when
-        last[:, -2], last[:, -1] = ahead, behind
+        beside = self.signalled[:, -2:].copy()
+        self.signalled.reshape(-1)[at] = when
+        self.signalled[:, -2:] = beside
 
     def slowdowns(self, orders: int) -> list[float]:
         """Time of the tiles over the time of their work, under each of so many launch orders."""

@@ -64,10 +64,8 @@ def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
         return Launch(orders[0])
     work = Pass(steps, group, machine_of(seqlen_q))
     slowdowns = work.slowdowns(orders)
-    if name == "auto" and slowdowns[0] <= _LOW_CONTENTION:  # with two sums a block; masks of low contention have one
-        (slowdown,) = work.on(machine_of(seqlen_q, low_contention=True)).slowdowns(orders[:1])
-        if slowdown <= _LOW_CONTENTION:
-            return Launch(orders[0], low_contention=True)
+    if name == "auto" and slowdowns[0] <= _LOW_CONTENTION:
+        return Launch(orders[0], low_contention=True)
     least = min(slowdowns)
     best = orders[slowdowns.index(least)]
     reordered = work.on(machine_of(seqlen_q, has_m_block_order=True))

@@ -30,19 +30,13 @@ other so closely that those of a full mask wait. Tiles of many heads are so far 
 share. Shortest first also leaves long tiles to the end, when some CTAs have none left. So heads of a last section start
 with their first keys, and their tiles with the last query.
 
-Irregular masks wait in any launch order. There are two remedies. Query blocks may have several sums, to which turns 0,
-1, ... belong one after the other: a tile waits for the last tile that added to its own sum, and in the end the sums are
-added up in order. The proof covers that, as a tile still waits for lower tickets alone. Or blocks have one sum, and
-tiles an m_block order that has been found for the mask, in which they wait less than with two sums
+Irregular masks wait in any launch order, and less in an m_block order that has been found for the mask
 (``dq_order.contention_model``).
 """
 
 import torch
 from torch import Tensor
 
-# Sums of a query block, under masks that are not known to be regular. Two sums make waits half as long. More of them
-# would cost more memory traffic than they spare waits.
-SUMS = 2
 # Bytes of Q, dO and sums of dQ, for all heads of a section: the L2 cache has room for more, but tiles that follow each
 # other are far apart in what they read, and add to more than that. With an m_block order another head, the fourth of
 # 8192 tokens, spares more waits than it costs misses.

@@ -144,7 +144,6 @@ class BackwardNumbers(NamedTuple):
     orders_batch: Annotated[Any, _OF_BLOCKS]  # launch orders there are over the batch and key heads, likewise
     orders_heads: Annotated[Any, _OF_BLOCKS]
     num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
-    sums: Annotated[Any, Argument(INT, when="spreads_sums")]  # of a block of dQ
     num_n_blocks: Annotated[Any, _INT]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
     sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together

@@ -36,6 +36,11 @@ class BackwardSizes:
         return 3 if self.fixed_point else 2
 
     @property
+    def in_order(self) -> bool:
+        """Whether tiles are launched in the order of their additions to dQ, for which they wait."""
+        return self.features.deterministic and not self.fixed_point
+
+    @property
     def counts_additions(self) -> bool:
         """Whether what is added to dQ is counted: to have an order, or because its rounding waits for all of it."""
         return self.features.deterministic
@@ -43,11 +48,6 @@ class BackwardSizes:
     @property
     def zeroes_sums(self) -> bool:
         """Whether the main kernel zeroes the sums of dQ; if not, and they have no order, a kernel ahead of it does."""
-        return False
-
-    @property
-    def spreads_sums(self) -> bool:
-        """Whether a block of dQ may have several sums, to which tiles add in turn: fewer wait for each other."""
         return False
 
     @property
@@ -60,14 +60,13 @@ class BackwardSizes:
         raise NotImplementedError
 
     def parts(
-        self, heads: Any, num_m_blocks: Any, sums: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
+        self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
     ) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
 
         Args:
             heads: of queries; like all others an int, or the kernels' Int32.
             num_m_blocks: blocks of queries a head.
-            sums: of a block of dQ.
             heads_k: of keys.
             num_n_blocks: tiles of keys a head.
             mask: what there is of the tables that are made of a mask; None without one.
@@ -75,10 +74,10 @@ class BackwardSizes:
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
             "mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m),
-            "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
+            "mdQaccum": (heads, num_m_blocks, self.tile_m * self.tile_d),
         }
         if self.counts_additions:
-            parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks * sums
+            parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks
         if self.fixed_point:
             parts["mRanges"] = NUM_RANGES, heads_k, num_n_blocks
             parts["mHeads"] = 3, heads_k, num_n_blocks
@@ -98,7 +97,6 @@ class BackwardSizes:
         self,
         heads: int,
         num_m_blocks: int,
-        sums: int,
         heads_k: int,
         num_n_blocks: int,
         mask: MaskSizes | None,
@@ -109,13 +107,12 @@ class BackwardSizes:
         Args:
             heads: as in ``parts``.
             num_m_blocks: as in ``parts``.
-            sums: as in ``parts``.
             heads_k: as in ``parts``.
             num_n_blocks: as in ``parts``.
             mask: as in ``parts``.
             shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
         """
-        parts = self.parts(heads, num_m_blocks, sums, heads_k, num_n_blocks, mask)
+        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask)
         if not shares:
             parts.pop("mdKVaccum", None)
         return workspace_bytes(parts)

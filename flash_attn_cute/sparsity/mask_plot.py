@@ -166,7 +166,7 @@ def _pass_of(mask: DrawnMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     assert tables.columns is not None
     order = tables.columns.order
     group = mask.heads // order.shape[1]
-    machine = machine_of(mask.seqlen_q, mask.low_contention, mask.has_m_block_order)
+    machine = machine_of(mask.seqlen_q, mask.has_m_block_order)
     work = Pass(steps(tables.rows, mask.sizes).cpu(), group, machine, m_block_order_of(tables, mask.sizes).cpu())
     return work, order.cpu().expand(work.order_shape)
 

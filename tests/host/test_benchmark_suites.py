@@ -397,25 +397,23 @@ def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "selected": 4 * 4 * 2 * 128**2,
         "selected of 64": 4 * 8 * 3 * 64**2,
     }
-    orders = {sparse.DETERMINISTIC, sparse.SPT, sparse.PERMUTATION, sparse.AUTO}
     for row in TINY_SPARSE_ROWS:
         for passes, factor in (("forward", 1.0), ("backward", 2.5)):
             case = cases[f"{passes} {row.name}"]
             assert case["panel"] == passes
             assert case["work"]["flop"] == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
             assert ("on the model" in case["detail"]) is (passes == "backward")
-            expected = {sparse.PACKAGE} | (orders if passes == "backward" else set())
+            expected = {sparse.PACKAGE} | ({sparse.DETERMINISTIC} if passes == "backward" else set())
             expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
             expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
             expected |= {sparse.FA4} if row.block == 128 else set()
             assert case["measured"].keys() == expected, case.get("unavailable")
-    assert {content["against"][name] for name in orders - {sparse.DETERMINISTIC}} == {sparse.DETERMINISTIC}
     bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
     assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
     assert bars["forward window", sparse.PACKAGE, sparse.WITHOUT]["passed"] is False
-    assert bars["backward documents", sparse.AUTO, sparse.PACKAGE]["passed"] is True
+    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]["passed"] is True
     assert bars["forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS]["most"] == pytest.approx(0.55)
-    assert len(bars) == 4 + 1 + 2 + 2 + len(TINY_SPARSE_ROWS)
+    assert len(bars) == 4 + 1 + 2 + 2
 
 
 @pytest.mark.usefixtures("tiny_sparse")
@@ -443,10 +441,9 @@ def test_rows_of_the_sparse_suite() -> None:
     assert against["forward window", sparse.FA4] == pytest.approx(1.12)
     assert against["backward documents", sparse.FLEX] == pytest.approx(1.4)
     assert against["backward random 25 %", sparse.FA4] == pytest.approx(1.05)
-    permutations = {bar.case: bar.most for bar in suite.bars if bar.contender == sparse.PERMUTATION}
-    assert permutations["backward window"] == pytest.approx(1.01)
-    assert permutations["backward random 12.5 % 16k"] == pytest.approx(1 / 1.05)
-    assert set(sparse.SCHEDULED) <= {row.name for row in sparse.ROWS}
+    reproducible = {bar.case: 1 / bar.most for bar in suite.bars if bar.contender == sparse.DETERMINISTIC}
+    assert reproducible["backward window"] == pytest.approx(0.97)
+    assert reproducible["backward random 12.5 % 16k"] == pytest.approx(0.95)
     for row in sparse.ROWS:
         if row.kind == "random":
             visible = sparse._random_blocks(row)
@@ -461,7 +458,7 @@ def test_lengths_of_the_sparse_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "LENGTHS", (2048, 4096))
     suite = sparse.lengths(CPU, torch.float32)
     shown = {contender.name for contender in suite.contenders}
-    assert shown == {sparse.PACKAGE, sparse.DETERMINISTIC, sparse.AUTO, sparse.FA4, sparse.FLEX}
+    assert shown == {sparse.PACKAGE, sparse.DETERMINISTIC, sparse.FA4, sparse.FLEX}
     cases = list(suite.cases())
     panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("window", "documents", "top-k")]
     assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (2048, 4096)]

@@ -175,12 +175,6 @@ def test_timeline() -> None:
     slow = contention_model.Pass(visible, machine=machine._replace(signal=50.0)).play(torch.tensor([[[1, 0], [0, 1]]]))
     assert slow.end[2:4] == [55.0 + 2.0, 57.0]
     assert slow.waited[2:4] == [45.0, 43.0]
-    # With two sums no tile waits for another one's additions.
-    apart = contention_model.Pass(visible, machine=machine._replace(signal=50.0, sums=2)).play(
-        torch.tensor([[[1, 0], [0, 1]]])
-    )
-    assert apart.end[2:4] == [12.0, 14.0]
-    assert apart.waited[2:4] == [0.0, 0.0]
     with pytest.raises(ValueError, match="machine: expected at least a CTA for each head of a section"):
         contention_model.Pass(visible, machine=contention_model.Machine(num_ctas=7))
 
@@ -208,7 +202,7 @@ def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
 
 
 def test_permutations_are_faster_where_masks_are_irregular() -> None:
-    """By the model and the simulation, with one sum a block: random blocks, an eighth of all, a mask for each head."""
+    """By the model and the simulation: random blocks, an eighth of all, a mask for each head."""
     visible = scattered(128, 128, 0.125, 1)
     order = spt(visible)
     m_block_order, _ = contention_model.Pass(visible).find_m_block_order(order)
@@ -237,7 +231,7 @@ def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
 
 
 def test_masks_know_whether_an_m_block_order_is_worth_it() -> None:
-    """Calls with other masks have two sums of a block, and as many heads in flight as those without a search."""
+    """Calls with other masks have as many heads in flight as those without a search."""
     irregular = scattered(64, 64, 0.2, 5)
     q = torch.zeros(1, 64 * 128, irregular.shape[1], 8)
     options = Options(deterministic=True)

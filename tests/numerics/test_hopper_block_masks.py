@@ -173,7 +173,8 @@ def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -
 def test_one_mask_by_two_constructors() -> None:
     """Masks from two constructors give the same bits, as their lists are equal, if no order is asked for.
 
-    With an order they do, too, but for dQ: under a mask that is not known to be regular a block has two sums.
+    With ``deterministic=True`` they do, too, but for dQ, which is summed in fixed point under masks that are not known
+    to be regular.
     """
     length = 1000
     masks = (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER, SUMS
+from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
@@ -177,13 +177,11 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    waits = not (spec.low_contention or spec.has_m_block_order)
-    sums = SUMS if config.spreads_sums and spec.has_block_mask and waits else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
-    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
-    has_order = config.features.deterministic and spec.has_m_block_order
+    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * config.tile_d)
+    has_order = config.in_order and spec.has_m_block_order
     heads_in_cache = max(1, (BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if has_order else BYTES_IN_FLIGHT) // bytes_a_head)
-    if config.features.deterministic and (spec.window_right is None or config.reverses_last):
+    if config.in_order and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
         # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
@@ -193,7 +191,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
     heads = spec.nheads_k if shapes.packed else spec.nheads // heads_a_tile * shapes.q[0]
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
-    if not config.features.deterministic:
+    if not config.in_order:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
     tiles_q = num_m_blocks if shapes.packed else -(-shapes.q[-3] // config.tile_m)
     # Rows behind the last query have to be hidden from a last block: anything may stand where their bias would.
@@ -202,7 +200,6 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     numbers = BackwardNumbers(
         **_numbers(spec, shapes, sharing),
         num_m_blocks=num_m_blocks,
-        sums=sums if config.spreads_sums else None,
         num_n_blocks=num_n_blocks,
         heads_in_cache=heads_in_cache,
         orders_batch=shapes.scores.block_orders[0] if spec.has_block_mask else None,
@@ -218,7 +215,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         blocks = shapes.scores.mask_blocks(config.tile_n)
         sets = sharing[0] * sharing[1]
         mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
-    size = config.workspace_size(spec.nheads, num_m_blocks, sums, spec.nheads_k, num_n_blocks, mask, shares)
+    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares)
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
 
 

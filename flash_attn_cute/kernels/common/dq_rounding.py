@@ -2,8 +2,7 @@
 
 A warp that finds no tile left takes blocks of queries instead, one by one from a counter. It waits until all tiles that
 attend to the block have added to it, and rounds it. So SMs that would be idle at the end work, and no kernel follows.
-No tile waits for rounding, so every tile ends, and with the tiles these waits end. If a block has several partial
-sums, they are added first, in order.
+No tile waits for rounding, so every tile ends, and with the tiles these waits end.
 """
 
 import cutlass
@@ -17,7 +16,7 @@ from flash_attn_cute.kernels.common.key_lists import num_adding_of
 from flash_attn_cute.kernels.common.key_tiles import key_tiles_of
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score_tensors import keys_of
-from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
+from flash_attn_cute.kernels.common.workspace import Workspace
 
 
 @cute.jit
@@ -36,8 +35,8 @@ def round_blocks(
         ws: workspace of the pass.
         warps: number of warps of a CTA that call this.
         round_block: rounds one block. Takes the block's sums, dQ of its head, its first row within the sequence, the
-            sequence's rows, the row of the sequence before which writing ends, and the lane. Where a block may have
-            several sums, it also takes their number as ``num_sums``, and of sums in fixed point ``row_units``.
+            sequence's rows, the row of the sequence before which writing ends, the lane, and of sums in fixed point
+            ``row_units``.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)
@@ -63,18 +62,10 @@ def round_blocks(
                 num_adding = _num_adding(c, a, work, rows.length)
         if num_adding > 0:
             place = gdQ, work.first_row, rows, stop, lane
-            if const_expr(c.spreads_sums):
-                sums = sums_of(c, a)
-                first, num_sums = work.block * sums, cutlass.min(sums, num_adding)
-                for i in cutlass.range(num_sums, unroll=1):
-                    semaphores.wait_for_all_parts(
-                        ws.mSemaphoresQ, work.head, first + i, cute.ceil_div(num_adding - i, sums)
-                    )
-                round_block(ws.dQ_sums(work.head, first), *place, num_sums=num_sums)
-            else:
-                semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, num_adding)
-                units = {"row_units": ws.mStats[2, work.head, work.block, None]} if const_expr(c.fixed_point) else {}
-                round_block(ws.dQ_sums(work.head, work.block), *place, **units)
+            last = Int32(0) if const_expr(c.fixed_point) else num_adding
+            semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, last)
+            units = {"row_units": ws.mStats[2, work.head, work.block, None]} if const_expr(c.fixed_point) else {}
+            round_block(ws.dQ_sums(work.head, work.block), *place, **units)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)
             zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)

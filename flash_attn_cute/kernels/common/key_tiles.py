@@ -231,7 +231,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
         index -= nth * tiles_a_part
         if nth < parts - 1:  # it is not these that the kernel ends with
             sections = heads_k
-    order = tiles.Order(a.numbers.heads_in_cache, f.deterministic, sections, c.reverses_last)
+    order = tiles.Order(a.numbers.heads_in_cache, c.in_order, sections, c.reverses_last)
     work, k = tiles.row_tile(index, a.mK, heads_k, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order, copies)
     first_key = work.first_row
     if const_expr(f.block_mask):

@@ -14,11 +14,11 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.fixed_point import ranges_of_head, units_of
-from flash_attn_cute.kernels.common.key_lists import order_row
+from flash_attn_cute.kernels.common.key_lists import num_adding_of, order_row
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
 from flash_attn_cute.kernels.common.semaphores import NOT_ZEROED
-from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
+from flash_attn_cute.kernels.common.workspace import Workspace
 
 _THREADS = 256
 
@@ -35,8 +35,7 @@ class Preprocess:
         """``place``: where the numbers of a block's row are kept; None: in the order of rows."""
         self.config, self.place = config, place
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
-        self.zeroes_sums = (not config.features.deterministic or config.fixed_point) and not config.zeroes_sums
-        self.initial_value = NOT_ZEROED if config.zeroes_sums else 0
+        self.zeroes_sums = not config.in_order and not config.zeroes_sums
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
@@ -100,11 +99,11 @@ class Preprocess:
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
         if const_expr(ws.mSemaphoresQ is not None):
-            counters, sums = ws.mSemaphoresQ.shape[0], sums_of(self.config, a)
-            if thread < counters * sums:
-                ws.mSemaphoresQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(
-                    self.initial_value
-                )
+            if thread < ws.mSemaphoresQ.shape[0]:
+                count = Int32(NOT_ZEROED if self.config.zeroes_sums else 0)
+                if const_expr(self.config.fixed_point):
+                    count = -num_adding_of(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
+                ws.mSemaphoresQ[thread, work.head, work.block] = count
         if const_expr(self.zeroes_sums):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)

@@ -6,6 +6,10 @@ does, and because the order of float additions is all that could vary, it has th
 (FlashAttention orders its dQ like this.) The tile of turn 0 stores instead of adding, so that no kernel has to zero the
 block. Every wait ends if turns follow the order in which tiles are taken (``dq_order.turns``).
 
+Where sums are in fixed point (``common.fixed_point``) a semaphore starts at minus the number of tiles that add, so that
+it counts, below 0, those that have yet to. Tiles are then taken in the order of unordered passes, which is the opposite
+one. A tile of turn n is the last but n to add: it waits until the semaphore is -1 - n. Nobody stores.
+
 Unordered additions need a zeroed block. A warp of the main kernel zeroes it, or the preprocessing kernel does. In the
 former case a semaphore is ``NOT_ZEROED`` until its block is zero, and tiles wait for that. When a tile ends, it signals
 at all of its blocks.

@@ -51,7 +51,7 @@ class Workspace(NamedTuple):
 
     # (2 or 3, heads, blocks, tile_m): lse in base 2, or with a bias natural, delta, and units (``common.fixed_point``)
     mStats: cute.Tensor
-    mdQaccum: cute.Tensor  # (heads, sums, tile_m * tile_d), those of a block one after the other; most have one
+    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
     # Of a block mask those that are not in the workspace.
@@ -61,7 +61,7 @@ class Workspace(NamedTuple):
     mAdding: cute.Tensor | None  # (row,): how many tiles add
     mLists: cute.Tensor | None  # (list, first entry and how many)
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
-    # (parts, heads, sums): additions to mdQaccum, which starts at 0 if they are unordered; None if unused
+    # (parts, heads, blocks): additions to mdQaccum, which starts at 0 if they are unordered; None if unused
     mSemaphoresQ: cute.Tensor | None
     mRanges: cute.Tensor | None  # (number, heads_k, tiles of keys): magnitudes (``common.fixed_point``)
     mHeads: cute.Tensor | None  # (number, heads_k, tiles of keys): of a head, where its first tile is
@@ -75,14 +75,9 @@ class Workspace(NamedTuple):
     def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
         """Workspace of a pass; ``sizes`` are those of a mask's tables."""
         n = a.numbers
-        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, sums_of(config, a), a.mK.shape[-2], n.num_n_blocks, sizes)
+        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes)
         given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))
-
-
-def sums_of(config: Any, a: BackwardArguments) -> Int32 | int:
-    """Number of partial sums of a dQ block. A tile adds to the one that is its turn modulo their number."""
-    return a.numbers.sums if config.spreads_sums else 1
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:

@@ -262,11 +262,6 @@ class BackwardCtaConfig(BackwardConfig):
     fixed_point: bool = False
 
     @property
-    def spreads_sums(self) -> bool:
-        """See ``BackwardSizes``."""
-        return self.features.deterministic and self.features.listed and not self.fixed_point
-
-    @property
     def zeroes_sums(self) -> bool:
         """Whether warp 3 zeroes the sums of dQ. If so, each tile counts its additions at its end."""
         return not self.features.deterministic and not self.features.listed
@@ -332,7 +327,7 @@ class BackwardCtaConfig(BackwardConfig):
     @property
     def reverses_last(self) -> bool:
         """Whether the last section's tiles have the opposite order, where that pays."""
-        return self.features.deterministic and REVERSES_LAST.fits(self.features)
+        return self.in_order and REVERSES_LAST.fits(self.features)
 
 
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:

@@ -13,14 +13,14 @@ from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
-UNORDERED = -1  # in the place of a turn: integers are added
+UNORDERED = 1  # in the place of a turn, in fixed point: integers are added
 
 
 class StepFields(NamedTuple):
     """Fields of a step that warp 0 publishes. The last three exist under a mask alone, for the mma warpgroups."""
 
-    block: Int32  # of dQ, counted over all heads, or if it has several sums, which of all
-    turn: Int32  # the tile's, to add to it, or ``UNORDERED``
+    block: Int32  # of dQ, counted over all heads
+    turn: Int32  # the tile's, to add to it; in fixed point how many tiles have yet to add, negative, or ``UNORDERED``
     m_block: Int32
     nth: Int32  # head of the tile
     code: Int32 | None  # where the bits are that hide scores (``common.block_lists``)

@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
-from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
+from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared, StepFields, piece_number
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
@@ -68,11 +68,9 @@ class Transfers:
                             m_block, code = tile.blocks.nth(i), None
                             turn = tile.turn(c, m_block)
                         block = head * ws.mStats.shape[2] + tile.first_block + m_block
-                        if const_expr(c.spreads_sums):
-                            sums = sums_of(c, a)
-                            block, turn = block * sums + turn % sums, turn // sums
                         if const_expr(c.fixed_point):
-                            turn = turn if in_turns else Int32(UNORDERED)
+                            # Tiles are launched the other way round: those of later turns have added before.
+                            turn = ~turn if in_turns else Int32(UNORDERED)
                         info = StepFields(block, turn, m_block, nth, code)
                         self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
@@ -267,7 +265,7 @@ class Transfers:
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
         semaphore = semaphores.at(ws.mSemaphoresQ, w, 0, block)
         if const_expr(in_order):
-            if turn > 0 if const_expr(fixed_point) else True:
+            if turn != UNORDERED if const_expr(fixed_point) else True:
                 cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         else:
             turn = Int32(1)  # to add to zeros
@@ -297,7 +295,7 @@ class Transfers:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)
-        if turn > 0 if const_expr(self.config.fixed_point) else True:
+        if turn != UNORDERED if const_expr(self.config.fixed_point) else True:
             semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
 
     @cute.jit
@@ -307,7 +305,7 @@ class Transfers:
         if cute.arch.lane_idx() == 0:
             if shared.steps.is_full(step):
                 block, turn = shared.read_step(step)
-                come = Int32(turn <= 0)
+                come = Int32(turn == UNORDERED)
                 if come == 0 if const_expr(self.config.fixed_point) else True:
                     come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)

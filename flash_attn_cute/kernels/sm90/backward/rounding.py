@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.fixed_point import from_fixed_point
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -26,7 +26,6 @@ def round_block(
     columns: cutlass.Constexpr,
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
-    num_sums: Int32 | None = None,
     row_units: cute.Tensor | None = None,
     transposed: cutlass.Constexpr = False,
 ) -> None:
@@ -44,7 +43,6 @@ def round_block(
         columns: of a part of it.
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
-        num_sums: how many of the block's there are, the others behind ``sums``; None: one.
         row_units: of each row, what sums are in (``common.fixed_point``); None: float32.
         transposed: whether parts have the block's columns for rows, 64 each.
     """
@@ -52,13 +50,6 @@ def round_block(
         kind = _TransposedUnit if const_expr(transposed) else _Unit
         units = [kind.of(begin + i * num_threads, columns) for i in range(at_once)]
         found = [unit.read(sums, columns) for unit in units]
-        if const_expr(num_sums is not None):
-            for nth in cutlass.range(1, num_sums, unroll=1):
-                other = cute.domain_offset((Int64(nth) * cute.size(sums),), sums)
-                for both, more in zip(found, [unit.read(other, columns) for unit in units], strict=True):
-                    for numbers, added in zip(both, more, strict=True):
-                        for j in cutlass.range_constexpr(8):
-                            numbers[j] = numbers[j] + added[j]
         for unit, both in zip(units, found, strict=True):
             row, vector = unit.place(tile_d, columns)
             if vector * 8 < gdX.shape[1]:
