@@ -93,9 +93,23 @@ def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path, fuzz:
     ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path, **fuzz)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path: Path, fuzz: dict[str, str]) -> None:
-    ranks.run([on_gpus, padded_on_a_gpu, drawn_calls_on_a_gpu], 2, tmp_path, backend="nccl", **fuzz)
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_gpus_repeat_their_bits(num_gpus: int, tmp_path: Path) -> None:
+    """A GPU a rank: errors by the rule of all tests, and the same bits in 200 repetitions."""
+    _skip_without(num_gpus)
+    ranks.run([on_gpus], num_gpus, tmp_path, backend="nccl")
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_gpus(num_gpus: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
+    """A GPU a rank: padding and drawn calls."""
+    _skip_without(num_gpus)
+    ranks.run([padded_on_a_gpu, drawn_calls_on_a_gpu], num_gpus, tmp_path, backend="nccl", **fuzz)
+
+
+def _skip_without(num_gpus: int) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
