@@ -1,20 +1,23 @@
 """All-gather of keys: a rank receives all keys that its queries attend to, then computes.
 
 Llama 3 (arXiv 2407.21783) gathers all of K and V. Here a rank receives only the rows that it needs: those of documents
-that it has a share of, and under a window those next to its own. Rows are received where the kernels read them, in the
-order of the documents, without a further copy. In the backward pass their gradients go the same way back. The owner of
-the rows adds them in the order of the ranks.
+that it shares with others, and under a window those next to its own. Rows are received where the kernels read them, in
+the order of the documents, without a further copy. In the backward pass their gradients go the same way back. The owner
+of the rows adds them in the order of the ranks.
+
+Documents that a rank has alone are one plain call on its own rows, without sums and copies. It runs while keys of the
+others arrive, and in the backward pass while their gradients go back.
 """
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
-from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
-from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues
-from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, is_shared, parts_of
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide, with_sink
+from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues, put, take
+from flash_attn_cute.distributed.packed_calls import Call, Run, call_of_all_rows, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
-from flash_attn_cute.distributed.rank_layout import Layout, common, side_by_side
+from flash_attn_cute.distributed.rank_layout import Layout, common, rows_of, side_by_side, union
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 
@@ -25,41 +28,93 @@ class AllGather:
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
         """Plans for a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank = rank
-        held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
+        whole, held = layout.whole_documents(rank), layout.keys_of(rank)
+        num_q, num_k = layout.queries.num_rows(rank), layout.keys.num_rows(rank)
+        self._own_call = call_of_all_rows(list(whole.values()), num_q, num_k, device)
+        # Queries of the other documents lie side by side where calls read them, and so do the keys that they need.
+        queries = {document: runs for document, runs in layout.queries_of(rank).items() if document not in whole}
+        needed = {document: ranges for document, ranges in layout.needed_by(rank).items() if document not in whole}
         collected, self._num_collected = side_by_side(needed)
-        parts = parts_of(layout.queries_of(self._rank), collected, layout.bands)
+        parts = parts_of(side_by_side(queries)[0], collected, layout.bands)
+        self._queries = union(row for runs in queries.values() for row in rows_of(runs))
+        self._keys = union(row for document, runs in held.items() if document not in whole for row in rows_of(runs))
         # For each peer: the ranges of this rank's rows that it needs, and the ranges of collected rows that it sends.
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
         for peer in range(layout.num_ranks):
-            given = common(layout.needed_by(peer), held)
-            self._given.append([(run.row, run.row + run.stop - run.start) for runs in given.values() for run in runs])
+            given = common(needed if peer == rank else layout.needed_by(peer), held)
+            self._given.append([row for runs in given.values() for row in rows_of(runs)])
             taken = common(needed, layout.keys_of(peer))
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
-        self._padding = layout.padding_of(self._rank)
+        self._padding = layout.padding_of(rank)
         self._calls = calls_of(parts, device)
         self._largest_first = sorted(self._calls, key=lambda call: call.k_start - call.k_stop)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
+        self._shares_heads = shares_heads
         self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
     def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
-        keys = self._collect(context, KeyValues.of(k, v))
-        merged = Merged(q, v.shape[-1], shared=self._shares_queries)
+        transfer, keys = self._collect(context, KeyValues.of(k, v))
+        own = None if self._shares_all(q) else self._attend_to_own(context, q, k, v, sink)
+        transfer.wait()
+        shared = take(q, self._queries)
+        merged = Merged(shared, v.shape[-1], shared=self._shares_queries)
         for call in self._calls:
-            merged.add(call, *call_passes.forward(context, call, q, keys.k, keys.v, is_part=self._shares_queries))
-        return merged.result(sink, self._padding)
+            merged.add(call, *call_passes.forward(context, call, shared, keys.k, keys.v, is_part=self._shares_queries))
+        out, lse = merged.result(sink, ())
+        if own is None:
+            return out, lse
+        put(own[0], self._queries, out)
+        put(own[1], self._queries, lse, dim=1)
+        return own
 
     def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
-        keys = self._collect(context, KeyValues.of(k, v))
-        sums = wide(k.dtype)
-        dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
-        parts = GradientSums(keys, self._num_collected, sums if self._sums_parts else k.dtype)
+        transfer, keys = self._collect(context, KeyValues.of(k, v))
+        transfer.wait()
+        dq, parts = self._shared_gradients(context, given, keys)
+        transfer, arriving = self._give_back(context, parts)
+        own = None
+        if self._own_call is not None:
+            own = call_passes.backward(context, self._own_call, given, k, v, is_part=self._shares_heads)
+        transfer.wait()
+        total = self._sums(parts, arriving, k.shape[0])
+        if self._shares_all(given.q):
+            return dq, total.k, total.v
+        if own is None:
+            own = torch.zeros_like(given.q), total.k, total.v
+        else:
+            for x, sums in ((own[1], total.k), (own[2], total.v)):
+                put(x, self._keys, take(sums, self._keys))
+        put(own[0], self._queries, dq)
+        return own
+
+    def _shares_all(self, q: Tensor) -> bool:
+        """Whether all rows are queries of documents that the rank does not have alone."""
+        return self._queries == [(0, q.shape[0])]
+
+    def _attend_to_own(
+        self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of documents that the rank has alone; 0 and -inf in other rows, or what a sink leaves there."""
+        if self._own_call is None:
+            out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+            return out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype))
+        out, lse = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
+        out, lse = with_sink(out, lse, sink, self._padding)
+        return out.to(q.dtype), lse
+
+    def _shared_gradients(self, context: Context, given: Given, keys: KeyValues) -> tuple[Tensor, KeyValues]:
+        """dQ of the shared documents' queries, side by side, and the gradients of all keys that they need."""
+        dlse = None if given.dlse is None else take(given.dlse, self._queries, 1)
+        q, out, dout = (take(x, self._queries) for x in (given.q, given.out, given.dout))
+        shared, sums = Given(q, out, take(given.lse, self._queries, 1), dout, dlse), wide(q.dtype)
+        dq = torch.zeros_like(q, dtype=sums if self._shares_queries else None)
+        parts = GradientSums(keys, self._num_collected, sums if self._sums_parts else q.dtype)
         for call in self._largest_first:
-            self._add_gradients(context, call, given, keys, dq, parts)
-        total = self._give_back(context, keys, parts.result(), k.shape[0])
-        return dq, total.k, total.v
+            self._add_gradients(context, call, shared, keys, dq, parts)
+        return dq, parts.result()
 
     def _add_gradients(
         self,
@@ -75,8 +130,8 @@ class AllGather:
         dq[call.q_start : call.q_stop] += dq_part
         parts.add(call.k_start, dk, dv)
 
-    def _collect(self, context: Context, own: KeyValues) -> KeyValues:
-        """The keys and values that the rank needs, in the order of the documents."""
+    def _collect(self, context: Context, own: KeyValues) -> tuple[Transfer, KeyValues]:
+        """The keys and values that the shared documents need, in their order, once the transfer has ended."""
         keys = own.empty(self._num_collected)
         transfer = Transfer(
             context.group,
@@ -85,19 +140,22 @@ class AllGather:
         )
         for (a, b), (start, stop) in zip(self._taken[self._rank], self._given[self._rank], strict=True):
             keys.data[a:b] = own.data[start:stop]
-        transfer.wait()
-        return keys
+        return transfer, keys
 
-    def _give_back(self, context: Context, keys: KeyValues, parts: KeyValues, num_own: int) -> KeyValues:
-        """The sums, in the order of the ranks, of what each rank has for this rank's own keys; float32 or wider."""
-        total = keys.zeros(num_own, wide(keys.data.dtype))
-        arriving = [[keys.empty(b - a, parts.data.dtype).data for a, b in given] for given in self._given]
+    def _give_back(self, context: Context, parts: KeyValues) -> tuple[Transfer, list[list[Tensor]]]:
+        """What each rank has for each range of this rank's own keys, once the transfer has ended."""
+        arriving = [[parts.empty(b - a).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
-        Transfer(
+        transfer = Transfer(
             context.group,
             sends=[(parts.data[a:b], peer) for peer in self._others for a, b in self._taken[peer]],
             receives=[(x, peer) for peer in self._others for x in arriving[peer]],
-        ).wait()
+        )
+        return transfer, arriving
+
+    def _sums(self, parts: KeyValues, arriving: list[list[Tensor]], num_own: int) -> KeyValues:
+        """The sums, in the order of the ranks, of what arrived; float32 or wider, and zeros in other rows."""
+        total = parts.zeros(num_own, wide(parts.data.dtype))
         for given, received in zip(self._given, arriving, strict=True):
             for (a, b), x in zip(given, received, strict=True):
                 total.data[a:b] += x

@@ -118,19 +118,29 @@ class Merged:
         old_lse.copy_(total)
 
     def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Out, rounded to the inputs' dtype, and lse.
-
-        Args:
-            sink: (nheads,), one more logit in each softmax, or None.
-            padding: ranges (start, stop) of rows that are no queries.
-        """
-        out, lse = self._out, self._lse
-        if sink is not None:
-            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            out, lse = out * _merge_factor(lse, total), total
-            for start, stop in padding:
-                lse[:, start:stop] = -torch.inf
+        """Out, rounded to the inputs' dtype, and lse; see ``with_sink``."""
+        out, lse = with_sink(self._out, self._lse, sink, padding)
         return out.to(self._dtype), lse
+
+
+def with_sink(
+    out: Tensor, lse: Tensor, sink: Tensor | None, padding: Iterable[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """Out and lse with one more logit in each softmax.
+
+    Args:
+        out: (rows, nheads, d_v).
+        lse: (nheads, rows).
+        sink: (nheads,), or None.
+        padding: ranges (start, stop) of rows that are no queries.
+    """
+    if sink is None:
+        return out, lse
+    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    out = out * _merge_factor(lse, total)
+    for start, stop in padding:
+        total[:, start:stop] = -torch.inf
+    return out, total
 
 
 def _merge_factor(lse: Tensor, total: Tensor) -> Tensor:

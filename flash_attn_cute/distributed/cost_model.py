@@ -5,7 +5,7 @@ merging. Kernels take time for each visible pair. They also take time for each q
 and are masked in part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -60,39 +60,55 @@ def best(found: dict[str, Estimate]) -> str:
 
 
 def computing(layout: Layout, shape: Shape) -> tuple[float, float]:
-    """Seconds of the mean rank's kernels, forward (two products) and backward (five)."""
-    pairs = sum(
-        band.area(0, length_q, length_k)
-        for band, length_q, length_k in zip(layout.bands, layout.lengths_q, layout.lengths_k, strict=True)
-    )
-    product = pairs * shape.nheads * (shape.d + shape.d_v) / layout.num_ranks
-    of_rows = [seconds / layout.num_ranks for seconds in _rows(sum(layout.lengths_q) * shape.nheads, shape)]
-    return 2.0 * product / ARITHMETIC[0] + of_rows[0], 5.0 * product / ARITHMETIC[1] + of_rows[1]
+    """Seconds of the mean rank's kernels, forward and backward."""
+    pairs = sum(_pairs(layout, document) for document in range(len(layout.bands)))
+    forward, backward = _kernels(pairs, sum(layout.lengths_q), shape)
+    return forward / layout.num_ranks, backward / layout.num_ranks
 
 
-def _rows(queries: float, shape: Shape) -> tuple[float, float]:
-    """Seconds of either pass for queries, counted over heads, beside those for their visible pairs."""
-    size = queries * (shape.d + shape.d_v) / 256
-    return ROW[0] * size, ROW[1] * size
+def _pairs(layout: Layout, document: int) -> int:
+    length_q, length_k = layout.lengths_q[document], layout.lengths_k[document]
+    return layout.bands[document].area(0, length_q, length_k)
+
+
+def _kernels(pairs: float, queries: float, shape: Shape) -> tuple[float, float]:
+    """Seconds of either pass over visible pairs and queries, of all heads: two products forward, five backward."""
+    product, size = pairs * shape.nheads * (shape.d + shape.d_v), queries * shape.nheads * (shape.d + shape.d_v) / 256
+    return 2.0 * product / ARITHMETIC[0] + ROW[0] * size, 5.0 * product / ARITHMETIC[1] + ROW[1] * size
 
 
 def _all_gather(layout: Layout, shape: Shape, host: int) -> Estimate:
-    most = 0
-    slowest = _Rows(0, 0)
     hosts = replace(layout, keys=layout.keys.merged(host)) if layout.num_ranks > host else None
-    for rank in range(layout.num_ranks):
-        needed = layout.needed_by(rank)
-        rows = sum(stop - start for ranges in needed.values() for start, stop in ranges)
-        others = rows - _num_rows(common(needed, layout.keys_of(rank)))
-        network = 0 if hosts is None else rows - _num_rows(common(needed, hosts.keys_of(rank // host)))
-        most = max(most, rows)
-        slowest = max(slowest, _Rows(others - network, network), key=lambda rows: rows.seconds(1))
-    key = shape.nheads_k * (shape.d + shape.d_v)
-    # Gradients of all keys as summed, and those of a call, which kernels sum in a workspace if heads are grouped.
-    buffers = most * key * (shape.itemsize + 3 * 4)
+    each = (_all_gather_of(layout, shape, host, hosts, rank) for rank in range(layout.num_ranks))
+    return Estimate(*map(max, zip(*each, strict=True)))
+
+
+def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None, rank: int) -> Estimate:
+    """The estimate of one rank; ``hosts`` has the keys of whole hosts, if there are several."""
+    needed, whole = layout.needed_by(rank), layout.whole_documents(rank)
+    rows = _length(ranges for document, ranges in needed.items() if document not in whole)
+    others = _length(needed.values()) - _num_rows(common(needed, layout.keys_of(rank)))
+    network = 0 if hosts is None else _length(needed.values()) - _num_rows(common(needed, hosts.keys_of(rank // host)))
+    queries = layout.queries.num_rows(rank) - sum(part.q_stop - part.q_start for part in whole.values())
+    own = _kernels(sum(_pairs(layout, d) for d in whole), layout.queries.num_rows(rank) - queries, shape)
+    received, key = _Rows(others - network, network), shape.nheads_k * (shape.d + shape.d_v)
     # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
-    keys, sums = slowest.seconds(key * shape.itemsize), slowest.seconds(key * 4)
-    return Estimate(sum(slowest) * key * (2 * shape.itemsize + 4), buffers, keys, keys + sums)
+    keys, sums = received.seconds(key * shape.itemsize), received.seconds(key * 4)
+    # Out is zeroed, and read and written twice as it is added to; so is dQ, to which float32 is added. If the rank has
+    # documents of its own, too, rows of q and out are copied, and backward those of q, out, dout and dQ. K and V are
+    # copied, and their gradients summed in float32.
+    query, own_keys = queries * shape.nheads * shape.d_v * shape.itemsize, layout.keys.num_rows(rank) * key
+    copied = 5 * query + 4 * own_keys * shape.itemsize, 7 * query + own_keys * (4 * shape.itemsize + 8 * 4)
+    if whole:
+        copied = copied[0] + 4 * query, copied[1] + 8 * query
+    # Gradients of all keys as summed, and those of a call, which kernels sum in a workspace if heads are grouped.
+    buffers = rows * key * (shape.itemsize + 3 * 4)
+    return Estimate(
+        others * key * (2 * shape.itemsize + 4),
+        buffers,
+        max(0.0, keys - own[0]) + copied[0] / MEMORY,
+        keys + max(0.0, sums - own[1]) + copied[1] / MEMORY,
+    )
 
 
 def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
@@ -106,7 +122,10 @@ def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
     # The block, its sums and the next of either; out of all keys and of a step in float32.
     buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 8
     # Queries meet each block in tiles of its own; on average half of either see each other under a causal mask.
-    again = _rows(0.75 * min(passing, steps * rows) * shape.nheads, shape)
+    again = _kernels(0, 0.75 * min(passing, steps * rows), shape)
+    # Once, as with all_gather.
+    own_keys, once = max(layout.keys.num_rows(rank) for rank in range(size)) * key, queries * shape.d_v * shape.itemsize
+    copied = 5 * once + 2 * own_keys * shape.itemsize, 7 * once + own_keys * (2 * shape.itemsize + 6 * 4)
     # Out of a step is written in float32, by threads and not by TMA, which is counted twice, and read; out of all keys
     # is read and written twice. Gradients of a step likewise, once each; their sums are read and written.
     merged = steps * queries * shape.d_v * (28 - shape.itemsize) / MEMORY
@@ -119,7 +138,8 @@ def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
         for itemsize, time in zip((shape.itemsize, shape.itemsize + 4), hidden, strict=True)
     )
     received = passing * key * (2 * shape.itemsize + 4)
-    return Estimate(received, buffers, forward + again[0] + merged, backward + again[1] + added)
+    forward, backward = forward + again[0] + copied[0] / MEMORY, backward + again[1] + copied[1] / MEMORY
+    return Estimate(received, buffers, forward + merged, backward + added)
 
 
 def trading(layout: Layout, shape: Shape, size: int) -> Estimate:
@@ -152,3 +172,7 @@ class _Rows(NamedTuple):
 
 def _num_rows(found: Mapping[int, Sequence[Run]]) -> int:
     return sum(run.stop - run.start for runs in found.values() for run in runs)
+
+
+def _length(found: Iterable[Sequence[tuple[int, int]]]) -> int:
+    return sum(stop - start for ranges in found for start, stop in ranges)

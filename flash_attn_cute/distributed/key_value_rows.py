@@ -1,9 +1,26 @@
 """Keys and values of some rows in one tensor, which is sent as one message; their gradients likewise."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Ranges: TypeAlias = Sequence[tuple[int, int]]  # of rows, (start, stop) each
+
+
+def take(x: Tensor, ranges: Ranges, dim: int = 0) -> Tensor:
+    """The rows of ranges, one behind another in that dimension; a view if they are one range."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in ranges] or [x.narrow(dim, 0, 0)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def put(x: Tensor, ranges: Ranges, rows: Tensor, dim: int = 0) -> None:
+    """The inverse of ``take``: writes the rows of ranges."""
+    row = 0
+    for start, stop in ranges:
+        x.narrow(dim, start, stop - start).copy_(rows.narrow(dim, row, stop - start))
+        row += stop - start
 
 
 class KeyValues:
@@ -26,17 +43,13 @@ class KeyValues:
         """A zeroed buffer of ``rows`` rows to sum gradients in."""
         return KeyValues(self.data.new_zeros((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
 
-    def part(self, ranges: Sequence[tuple[int, int]]) -> "KeyValues":
-        """The rows of ranges (start, stop), one behind another; these themselves if they are one range."""
-        parts = [self.data[start:stop] for start, stop in ranges] or [self.data[:0]]
-        return KeyValues(parts[0] if len(parts) == 1 else torch.cat(parts), self._nheads, self._d)
+    def part(self, ranges: Ranges) -> "KeyValues":
+        """The rows of ranges, one behind another; these themselves if they are one range."""
+        return KeyValues(take(self.data, ranges), self._nheads, self._d)
 
-    def set_part(self, ranges: Sequence[tuple[int, int]], part: "KeyValues") -> None:
+    def set_part(self, ranges: Ranges, part: "KeyValues") -> None:
         """The inverse of ``part``."""
-        row = 0
-        for start, stop in ranges:
-            self.data[start:stop] = part.data[row : row + stop - start]
-            row += stop - start
+        put(self.data, ranges, part.data)
 
     @property
     def k(self) -> Tensor:

@@ -149,10 +149,27 @@ def calls_of(parts: Iterable[Part], device: torch.device) -> tuple[Call, ...]:
     return tuple(_call(group, device) for group in groups)
 
 
-def _call(parts: Sequence[Part], device: torch.device) -> Call:
+def call_of_all_rows(parts: Sequence[Part], num_q: int, num_k: int, device: torch.device) -> Call | None:
+    """Parts of one window as a call on all rows of the tensors, of which those of no part are padding.
+
+    Args:
+        parts: in ascending order, both of queries and of keys; none: there is no call.
+        num_q: rows of the queries.
+        num_k: rows of the keys.
+        device: of the offsets.
+    """
+    if not parts:
+        return None
+    # An empty sequence owns the rows before the first part.
+    nothing = Part(0, 0, 0, 0, *parts[0].window)
+    return _call([nothing, *parts] if parts[0].q_start or parts[0].k_start else parts, device, num_q, num_k)
+
+
+def _call(parts: Sequence[Part], device: torch.device, q_stop: int | None = None, k_stop: int | None = None) -> Call:
     q_start, k_start = parts[0].q_start, parts[0].k_start
-    cu_q, used_q = _offsets([(part.q_start - q_start, part.q_stop - q_start) for part in parts])
-    cu_k, used_k = _offsets([(part.k_start - k_start, part.k_stop - k_start) for part in parts])
+    q_stop, k_stop = parts[-1].q_stop if q_stop is None else q_stop, parts[-1].k_stop if k_stop is None else k_stop
+    cu_q, used_q = _offsets([(part.q_start - q_start, part.q_stop - q_start) for part in parts], q_stop - q_start)
+    cu_k, used_k = _offsets([(part.k_start - k_start, part.k_stop - k_start) for part in parts], k_stop - k_start)
     lengths_q, lengths_k = used_q or _differences(cu_q), used_k or _differences(cu_k)
     numbers = [cu_q, cu_k, used_q or (), used_k or ()]
     listed = [n for group in numbers for n in group]
@@ -161,9 +178,9 @@ def _call(parts: Sequence[Part], device: torch.device) -> Call:
     # Where both are one tensor, backends know without looking that the lengths are equal.
     return Call(
         q_start,
-        parts[-1].q_stop,
+        q_stop,
         k_start,
-        parts[-1].k_stop,
+        k_stop,
         parts[0].window,
         max(lengths_q),
         max(lengths_k),
@@ -180,9 +197,9 @@ def is_shared(ranges: Iterable[tuple[int, int]]) -> bool:
     return any(stop > start for (_, stop), (start, _) in itertools.pairwise(ordered))
 
 
-def _offsets(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int] | None]:
-    """cu_seqlens of ranges (start, stop), and their lengths if there are rows between them."""
-    cu = [start for start, _ in ranges] + [ranges[-1][1]]
+def _offsets(ranges: Sequence[tuple[int, int]], end: int) -> tuple[list[int], list[int] | None]:
+    """cu_seqlens of ranges (start, stop) and the end of all rows; their lengths if there are rows behind any."""
+    cu = [start for start, _ in ranges] + [end]
     lengths = [stop - start for start, stop in ranges]
     return cu, None if lengths == _differences(cu) else lengths
 

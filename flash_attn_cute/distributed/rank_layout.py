@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band
-from flash_attn_cute.distributed.packed_calls import Run
+from flash_attn_cute.distributed.packed_calls import Part, Run
 from flash_attn_cute.distributed.sharding import Sharding
 
 # Positions (start, stop) of each document, in order and apart.
@@ -75,10 +75,24 @@ class Layout:
                 )
                 for run in runs
             ]
-            ranges = _union((start, stop) for start, stop in seen if start < stop)
+            ranges = union((start, stop) for start, stop in seen if start < stop)
             if ranges:
                 needed[document] = ranges
         return needed
+
+    def whole_documents(self, rank: int) -> dict[int, Part]:
+        """The documents of which a rank has all queries and all keys, each in its own rows, under the full window."""
+        queries, keys = self.queries_of(rank), self.keys_of(rank)
+        whole = {}
+        for document, band in enumerate(self.bands):
+            q, k = queries.get(document, ()), keys.get(document, ())
+            length_q, length_k = self.lengths_q[document], self.lengths_k[document]
+            if q and k and _num_rows(q) == length_q and _num_rows(k) == length_k:
+                offset = length_k - length_q
+                left = None if band.lower is None else offset - band.lower
+                right = None if band.upper is None else band.upper - offset
+                whole[document] = Part(q[0].row, q[0].row + length_q, k[0].row, k[0].row + length_k, left, right)
+        return whole
 
     def travelling(self) -> list[dict[int, list[Run]]]:
         """For each rank, its keys that any other rank needs, in its own rows."""
@@ -90,7 +104,7 @@ class Layout:
         for owner in range(self.num_ranks):
             held = self.keys_of(owner)
             others = {
-                document: _union(x for rank, ranges in wanted.get(document, ()) if rank != owner for x in ranges)
+                document: union(x for rank, ranges in wanted.get(document, ()) if rank != owner for x in ranges)
                 for document in held
             }
             found.append(common(others, held))
@@ -132,7 +146,17 @@ def side_by_side(needed: Mapping[int, Iterable[tuple[int, ...]]]) -> tuple[dict[
     return runs, row
 
 
-def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def rows_of(runs: Iterable[Run]) -> list[tuple[int, int]]:
+    """The rows (start, stop) of runs."""
+    return [(run.row, run.row + run.stop - run.start) for run in runs]
+
+
+def _num_rows(runs: Iterable[Run]) -> int:
+    return sum(run.stop - run.start for run in runs)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges (start, stop) in order, those that touch as one."""
     united: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if united and start <= united[-1][1]:

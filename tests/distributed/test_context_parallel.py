@@ -18,6 +18,7 @@ from benchmarks.suites import context_parallel as suite
 from benchmarks.work import Work
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.distributed import Sharding, cost_model, method_plan
+from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
@@ -174,6 +175,26 @@ def sequences(call: Call, side: str) -> list[tuple[int, int]]:
     assert all(0 < length <= slot for length, slot in zip(lengths, slots, strict=True))
     assert max(lengths) == getattr(call, f"max_seqlen_{side}")
     return [(start + a, start + a + length) for a, length in zip(cu, lengths, strict=False)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_documents_of_one_rank_are_one_call_on_its_own_rows(rank: int) -> None:
+    """They are not collected, under whatever window; rows of the shared document are padding to that call."""
+    lengths = (10, 200, 30, 40)
+    sharding = Sharding.contiguous([0, *accumulate(lengths)], 2, total=285)  # the second document is cut at row 142
+    for window in ((None, 0), (15, 0), (None, None)):
+        layout = Layout.of(sharding, sharding, lengths, lengths, window)
+        planned = AllGather(layout, rank, torch.device("cpu"))
+        own, expected = planned._own_call, ([0, 142], [10]) if rank == 0 else ([0, 68, 98, 143], [0, 30, 40])
+        assert own is not None
+        assert own.window == window
+        assert (own.q_start, own.q_stop, own.k_start, own.k_stop) == (0, expected[0][-1]) * 2
+        assert [own.cu_seqlens_q.tolist(), own.seqused_q.tolist()] == list(expected)  # type: ignore[union-attr]
+        assert own.cu_seqlens_k is own.cu_seqlens_q
+        assert own.seqused_k is own.seqused_q
+        assert planned._queries == planned._keys == [(10, 142) if rank == 0 else (0, 68)]
+        assert planned._num_collected <= 200
+        assert all(0 <= call.q_start < call.q_stop <= (132 if rank == 0 else 68) for call in planned._calls)
 
 
 @pytest.mark.parametrize("documents", [[4096], [4096, 1000, 3000]])
