@@ -2,6 +2,7 @@
 
 from lab.bugs.code import (
     ACCUMULATES,
+    BACKWARD_WARPS,
     KIND,
     LEADING,
     MMA,
@@ -18,18 +19,14 @@ from lab.bugs.code import (
     commits,
     find,
     registers_kept,
+    uncounted,
     waits,
 )
 from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
 
-_DRAIN, _COMPUTE, _OTHER_COMPUTE, _ADD = (
-    0,
-    4,
-    8,
-    14,
-)  # a warp of each; the other warpgroup that computes has dK at d = 64
-_DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
-_ADDING_LAGS = frozenset({14, 15})
+_DRAIN, _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
+_OTHER_COMPUTE = _COMPUTE + 4  # a warp of the other warpgroup that computes, which has dK at d = 64
+_DRAIN_LAGS, _COMPUTE_LAGS, _ADDING_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute", "adding"))
 
 # Products at d = 64, four steps each: of dK and dQ in the loop over steps, and behind it.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)
@@ -194,21 +191,21 @@ BACKWARD: Bugs = {
     "wrong count": (
         Bug(
             "dS is said to be there when half the warps have stored it",
-            find(PRODUCER, "mbarrier.init", 1, "dp.empty").rewritten(r", %r\d+", ", 4"),
+            uncounted("dp.empty", 4),
             "d64",
             _COMPUTE_LAGS,
             lint="arrivals",
         ),
         Bug(
             "Q is said to be read when lse is, but for a warp's",
-            find(PRODUCER, "mbarrier.init", 2, "q.empty").rewritten(r", %r\d+", ", 8"),
+            uncounted("q.empty", 1),
             "steps",
             PRODUCTS_LAG,
             lint="arrivals",
         ),
         Bug(
             "a piece of dQ is said to be there when three of four warps have written it",
-            find(PRODUCER, "mbarrier.init", 2, "pieces_even.full").rewritten(r", %r\d+", ", 3"),
+            uncounted("pieces_even.full", 1),
             "d64",
             lint="arrivals",
         ),

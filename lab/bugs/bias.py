@@ -1,10 +1,10 @@
 """Bugs of the kernel that computes a bias's gradient."""
 
-from lab.bugs.code import ACCUMULATES, MMA, PARITY, PRODUCER, TARGET, arrivals, commits, find, waits
+from lab.bugs.code import ACCUMULATES, BIAS_WARPS, MMA, PARITY, PRODUCER, TARGET, arrivals, commits, find, waits
 from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs
 
-_COMPUTE = 0  # the first warp
-_COMPUTE_LAGS, _HALF_LAGS = frozenset(range(8)), frozenset(range(4, 8))
+_COMPUTE = BIAS_WARPS["compute"][0]  # the first warp
+_COMPUTE_LAGS, _HALF_LAGS = frozenset(BIAS_WARPS["compute"]), frozenset(BIAS_WARPS["compute"][4:])
 
 # Products, four instructions each.
 _PRODUCTS = find(MMA, "tcgen05.mma", 8)

@@ -6,17 +6,32 @@ description that no longer fits where it did is an error.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.schedule import Schedule
+from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
+from flash_attn_cute.kernels.sm100.config import backward_config, bias_gradient_config, forward_config
+from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.lint import barrier_operand
 from lab.ptx import tree
 from lab.ptx.threads import Program, Thread
 from lab.ptx.tree import Instruction
 
-MMA, PRODUCER = 12, 13  # warps of all kernels
+# Warps of each role; those of a kernel's configurations are the same.
+FORWARD_WARPS, BACKWARD_WARPS, BIAS_WARPS = (
+    {role.name: role.warps for role in schedule.roles}
+    for schedule in (
+        forward_schedule(forward_config("bfloat16", 128, 128, Features())),
+        backward_schedule(backward_config("bfloat16", 128, 128, Features())),
+        bias_gradient_schedule(bias_gradient_config("bfloat16", 128, 128, Features(bias=True))),
+    )
+)
+MMA, PRODUCER = (BACKWARD_WARPS[name][0] for name in ("mma", "producer"))  # of all kernels
 SECOND = 16  # the first warp of a pair's second CTA, whose warps are counted behind those of the first
 # Operands: of a wait, and of a product; and where parts of a descriptor begin.
 PARITY = 2
@@ -38,15 +53,13 @@ Change = Callable[["Code"], list[Edit]]
 class Code:
     """A kernel's PTX: its module, in which there is no other kernel."""
 
-    def __init__(self, text: str, kernel: str, barriers: Mapping[str, range]):
-        """A module's text, a part of the kernel's name, and where mbarriers of a name, such as ``k.full``, are.
-
-        Their addresses count from the beginning of shared memory.
-        """
+    def __init__(self, text: str, kernel: str, schedule: Schedule):
+        """A module's text, a part of the kernel's name, and its schedule, which names mbarriers, such as ``k.full``."""
         functions = tree.parse(text).functions
         (chosen,) = (function for function in functions if kernel in function.name)
         self.text = text[: functions[0].start] + text[chosen.start : chosen.end]
-        self.barriers = barriers
+        self.schedule = schedule
+        self.barriers = schedule.barriers
         (self.function,) = tree.parse(self.text).functions
         self.instructions = self.function.instructions
         self.numbers = {x.start: number for number, x in enumerate(self.instructions)}
@@ -239,6 +252,19 @@ def arrivals(by: int, barrier: str, count: int = 1) -> Found:
 def commits(by: int, barrier: str, count: int = 1) -> Found:
     """Commits, which arrive at an mbarrier when products are done."""
     return find(by, "tcgen05.commit", count, barrier)
+
+
+def uncounted(barrier: str, number: int) -> Change:
+    """Barriers of a name count so many arrivals less than their schedule says."""
+
+    def change(c: Code) -> list[Edit]:
+        name, _, side = barrier.partition(".")
+        pipeline = c.schedule.pipeline(name)
+        count = {"full": pipeline.full_count, "empty": pipeline.empty_count}[side] - number
+        init = find(PRODUCER, "mbarrier.init", pipeline.stages, barrier)
+        return init.rewritten(r", %r\d+;", f", {count};")(c)
+
+    return change
 
 
 def meetings(by: int) -> Found:

@@ -1,9 +1,9 @@
 """Bugs of the backward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import PARITY, PRODUCER, arrivals, find, waits
+from lab.bugs.code import BACKWARD_WARPS, PARITY, PRODUCER, arrivals, find, uncounted, waits
 from lab.bugs.table import Bug, Bugs
 
-_COMPUTE, _ADD = 4, 14  # a warp of each
+_COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("compute", "adding"))
 
 # What the producer publishes of an entry and of a turn, in shared memory; where it reads lists and entries, and where
 # threads read bits, 8 bytes each.
@@ -66,13 +66,13 @@ COLUMNS: Bugs = {
     "wrong count": (
         Bug(
             "an entry is said to be read when one warpgroup has read it",
-            find(PRODUCER, "mbarrier.init", 8, "entries.empty").rewritten(r", %r\d+", ", 4"),
+            uncounted("entries.empty", 4),
             "many",
             lint="arrivals",
         ),
         Bug(
             "a turn is said to be read when one adding warp has read it",
-            find(PRODUCER, "mbarrier.init", 8, "turns.empty").rewritten(r", %r\d+", ", 1"),
+            uncounted("turns.empty", 1),
             "many",
             lint="arrivals",
         ),

@@ -4,6 +4,7 @@ import re
 
 from lab.bugs.code import (
     ACCUMULATES,
+    FORWARD_WARPS,
     KIND,
     LEADING,
     MMA,
@@ -21,12 +22,13 @@ from lab.bugs.code import (
     columns,
     commits,
     find,
+    uncounted,
     waits,
 )
 from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
 
-_SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
-_SOFTMAX_LAGS, _EPILOGUE_LAGS = frozenset(range(8)), frozenset(range(8, 12))
+_SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
+_SOFTMAX_LAGS, _EPILOGUE_LAGS = (frozenset(FORWARD_WARPS[name]) for name in ("softmax", "epilogue"))
 
 # Products, of four steps each: A from shared memory, or from tensor memory. Those of O are also issued without those of
 # S ahead of them.
@@ -188,20 +190,20 @@ FORWARD: Bugs = {
     "wrong count": (
         Bug(
             "P is said to be stored when three of four warps have stored it",
-            find(PRODUCER, "mbarrier.init", 2, "scores.empty").rewritten(r", %r\d+", ", 3"),
+            uncounted("scores.empty", 1),
             "d64",
             lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when all but one warp have read it",
-            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 12"),
+            uncounted("tiles.empty", 1),
             "short",
             _EPILOGUE_LAGS,
             lint="arrivals",
         ),
         Bug(
             "the place of Q is said to be free before O has left it",
-            find(PRODUCER, "mbarrier.init", 2, "q.empty").rewritten(r", %r\d+", ", 1"),
+            uncounted("q.empty", 1),
             "d192",
             STORES_LAG,
             lint="arrivals",

@@ -1,6 +1,7 @@
 """Bugs of the forward kernel of pairs of CTAs, where it is not as the other one."""
 
 from lab.bugs.code import (
+    FORWARD_WARPS,
     KIND,
     LEADING,
     MMA,
@@ -17,11 +18,12 @@ from lab.bugs.code import (
     commits,
     find,
     meetings,
+    uncounted,
     waits,
 )
 from lab.bugs.table import ARRIVALS_LAG, FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
 
-_SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
+_SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
     frozenset((1, first + i) for i in range(4)) for first in (_SOFTMAX, _EPILOGUE)
 )
@@ -114,28 +116,28 @@ FORWARD_PAIR: Bugs = {
     "wrong count": (
         Bug(
             "P is said to be there when one CTA has stored it",
-            find(PRODUCER, "mbarrier.init", 2, "p.full").rewritten(r", %r\d+", ", 4"),
+            uncounted("p.full", 4),
             "d256",
             _SECOND_SOFTMAX_LAGS,
             lint="arrivals",
         ),
         Bug(
             "O is said to be read when one CTA has read it",
-            find(PRODUCER, "mbarrier.init", barrier="outputs.empty").rewritten(r", %r\d+", ", 4"),
+            uncounted("outputs.empty", 4),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
             lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when one CTA has read it",
-            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 10"),
+            uncounted("tiles.empty", 9),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
             lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when all but one warp have read it",
-            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 18"),
+            uncounted("tiles.empty", 1),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
             lint="arrivals",

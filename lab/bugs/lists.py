@@ -1,9 +1,9 @@
 """Bugs of the forward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import ACCUMULATES, MMA, PARITY, PRODUCER, arrivals, find, waits
+from lab.bugs.code import ACCUMULATES, FORWARD_WARPS, MMA, PARITY, PRODUCER, arrivals, find, uncounted, waits
 from lab.bugs.table import Bug, Bugs
 
-_SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
+_SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 
 _EMPTY = ", -2;"
 _OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
@@ -35,7 +35,7 @@ LISTS: Bugs = {
     "wrong count": (
         Bug(
             "an entry is said to be read when one part's warps have read it",
-            find(PRODUCER, "mbarrier.init", 8, "entries.empty").rewritten(r", %r\d+", ", 5"),
+            uncounted("entries.empty", 4),
             "many",
             lint="arrivals",
             shows=False,

@@ -1,6 +1,7 @@
 """Bugs of the backward kernel of pairs of CTAs, where it is not as the other one."""
 
 from lab.bugs.code import (
+    BACKWARD_WARPS,
     KIND,
     MMA,
     PARITY,
@@ -16,14 +17,16 @@ from lab.bugs.code import (
     find,
     meetings,
     registers_kept,
+    uncounted,
     waits,
 )
 from lab.bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
 
-_DRAIN, _COMPUTE = 0, 4  # a warp of each
+_DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _SENDS = SECOND + _COMPUTE  # a warp of the second CTA that has queries of the leader
-_PRODUCER_LAGS, _DRAIN_LAGS, _ADDING_LAGS = frozenset({PRODUCER}), frozenset(range(4)), frozenset({14, 15})
-_COMPUTE_LAGS = frozenset(range(4, 12))
+_PRODUCER_LAGS, _DRAIN_LAGS, _ADDING_LAGS, _COMPUTE_LAGS = (
+    frozenset(BACKWARD_WARPS[name]) for name in ("producer", "drain", "adding", "compute")
+)
 
 # Products, four steps each: of dK and dQ in the loop over steps, and behind it.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)
@@ -152,21 +155,21 @@ PAIR: Bugs = {
     "wrong count": (
         Bug(
             "P is said to be there when one CTA has stored it",
-            find(PRODUCER, "mbarrier.init", barrier="p.full").rewritten(r", %r\d+", ", 8"),
+            uncounted("p.full", 8),
             "one",
             frozenset((1, i) for i in range(4, 12)),
             lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when one CTA has read it",
-            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 16"),
+            uncounted("tiles.empty", 16),
             "tiles",
             _ADDING_LAGS,
             lint="arrivals",
         ),
         Bug(
             "dS is said to have come when three of four warps have sent it",
-            find(PRODUCER, "mbarrier.init", barrier="exchange.full").rewritten(r", %r\d+", ", 3"),
+            uncounted("exchange.full", 1),
             "d128",
             lint="arrivals",
         ),

@@ -2,6 +2,7 @@
 
 from lab.bugs.code import (
     ACCUMULATES,
+    BACKWARD_WARPS,
     KIND,
     MMA,
     PARITY,
@@ -13,12 +14,15 @@ from lab.bugs.code import (
     commits,
     find,
     registers_kept,
+    uncounted,
     waits,
 )
 from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
 
-_DRAIN, _COMPUTE = 0, 4  # a warp of each
-_DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = frozenset(range(4)), frozenset(range(4, 12)), frozenset({PRODUCER})
+_DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
+_DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = (
+    frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute", "producer")
+)
 
 # Products, four instructions each, of the first pass and of the second.
 _PRODUCTS = find(MMA, "tcgen05.mma", 24)
@@ -166,7 +170,7 @@ PAIR_TWO_PASS: Bugs = {
     "wrong count": (
         Bug(
             "K is said to be in tensor memory when one CTA has copied it",
-            find(PRODUCER, "mbarrier.init", barrier="keys.full").rewritten(r", %r\d+;", ", 8;"),
+            uncounted("keys.full", 8),
             "one",
             frozenset((1, warp) for warp in range(4, 12)),
         ),

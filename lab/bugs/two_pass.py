@@ -2,6 +2,7 @@
 
 from lab.bugs.code import (
     ACCUMULATES,
+    BACKWARD_WARPS,
     LEADING,
     MMA,
     PARITY,
@@ -16,8 +17,8 @@ from lab.bugs.code import (
 )
 from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
 
-_DRAIN, _COMPUTE = 0, 4  # a warp of each
-_DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
+_DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
+_DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
 
 # Products, four instructions each, of the first pass and of the second.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)

@@ -1,6 +1,7 @@
 """Bugs of the backward kernel of pairs of CTAs at (192, 128), where it is not as at d = 128."""
 
 from lab.bugs.code import (
+    BACKWARD_WARPS,
     KIND,
     LEADING,
     MMA,
@@ -16,8 +17,8 @@ from lab.bugs.code import (
 )
 from lab.bugs.table import LOADS_LAG, Bug, Bugs
 
-_DRAIN, _COMPUTE, _ADDS = 0, 4, 14  # a warp of each
-_DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
+_DRAIN, _COMPUTE, _ADDS = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
+_DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
 
 # Products, four steps each: of dK and dQ in the loop over steps, and behind it.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)

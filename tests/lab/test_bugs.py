@@ -76,7 +76,7 @@ class Forward:
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, forward_schedule(config).barriers)
+        return Code(code_for(config).ptx, self.kernel, forward_schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
@@ -100,7 +100,7 @@ class Backward:
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, backward_schedule(config).barriers)
+        return Code(code_for(config).ptx, self.kernel, backward_schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
@@ -126,7 +126,7 @@ class BiasGradient:
     @functools.cache
     def code(config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, "BiasGradient", bias_gradient_schedule(config).barriers)
+        return Code(code_for(config).ptx, "BiasGradient", bias_gradient_schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
