@@ -42,7 +42,10 @@ def says_where_to_look(hint: str) -> Callable[[_Function], _Function]:
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Types of the keywords that all attention functions have, ``return_lse`` apart: the overloads read them."""
+    """Types of the keywords that all attention functions have: the overloads read them.
+
+    Those are not among them that say what is returned, ``return_lse`` and ``return_max_logits``.
+    """
 
     softmax_scale: float | None
     causal: bool
@@ -57,7 +60,7 @@ class SharedKeywords(TypedDict, total=False):
 
 
 class Keywords(SharedKeywords, total=False):
-    """Types of the keywords of ``flash_attn_func`` and ``flash_attn_varlen_func``, ``return_lse`` apart."""
+    """Types of the keywords of ``flash_attn_func`` and ``flash_attn_varlen_func``, likewise."""
 
     seqused_q: Tensor | None
     seqused_k: Tensor | None
@@ -73,20 +76,50 @@ _OTHER_ARGUMENTS = (
 
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: "Unpack[Keywords]"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
 
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: "Unpack[Keywords]"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
+    **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., **options: "Unpack[Keywords]"
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logits: Literal[True],
+    **options: "Unpack[Keywords]",
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: "Unpack[Keywords]",
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 @says_where_to_look(_OTHER_ARGUMENTS)
@@ -107,6 +140,7 @@ def flash_attn_func(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
     dropout_p: float = 0.0,
@@ -154,13 +188,17 @@ def flash_attn_func(
             is compiled or captured it has to be built before (``BlockMask.build``).
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
+            over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
+            not count, nor does a bias of -inf hide. No gradient goes through it.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
         backend: None picks the best that can serve the call; a name runs that one or raises.
         dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
     Returns:
         out (batch, seqlen_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural
-        logarithms, (batch, nheads, seqlen_q), float32 (float64 for float64 inputs).
+        logarithms, (batch, nheads, seqlen_q), float32 (float64 for float64 inputs). With return_max_logits the tuple
+        ends with max_logits, (nheads,), of lse's dtype, -inf for a head that sees nothing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -174,6 +212,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
         zero_padding=zero_padding,
         backend=backend,
         dropout_p=dropout_p,
@@ -181,7 +220,7 @@ def flash_attn_func(
     call = AttentionCall(
         q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias, None, block_mask, options, backend
     )
-    return attend(call, return_lse)
+    return attend(call).asked(return_lse)
 
 
 @overload
@@ -195,6 +234,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
@@ -210,6 +250,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -225,8 +266,25 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | Tensor,
     *,
     return_lse: bool = ...,
+    return_max_logits: Literal[True],
     **options: "Unpack[Keywords]",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: "Unpack[Keywords]",
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 @says_where_to_look(_OTHER_ARGUMENTS)
@@ -251,6 +309,7 @@ def flash_attn_varlen_func(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
     dropout_p: float = 0.0,
@@ -289,13 +348,17 @@ def flash_attn_varlen_func(
             ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence.
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
+            over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
+            not count, nor does a bias of -inf hide. No gradient goes through it.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
         backend: None picks the best that can serve the call; a name runs that one or raises.
         dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
     Returns:
         out (total_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural logarithms,
-        (nheads, total_q), float32 (float64 for float64 inputs).
+        (nheads, total_q), float32 (float64 for float64 inputs). With return_max_logits the tuple ends with max_logits,
+        (nheads,), of lse's dtype, -inf for a head that sees nothing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -309,6 +372,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
         zero_padding=zero_padding,
         backend=backend,
         dropout_p=dropout_p,
@@ -333,4 +397,4 @@ def flash_attn_varlen_func(
         options,
         backend,
     )
-    return attend(call, return_lse)
+    return attend(call).asked(return_lse)

@@ -40,6 +40,7 @@ class Feature(enum.Enum):
     BIAS = "bias"
     BLOCK_MASK = "block_mask"
     DETERMINISTIC = "deterministic=True"
+    MAX_LOGITS = "return_max_logits=True"
 
 
 class AttentionInputs(NamedTuple):
@@ -92,6 +93,29 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     zero_padding: bool = True
+    max_logits: bool = False
+
+
+class Results(NamedTuple):
+    """Results of a forward pass.
+
+    Attributes:
+        out: like q, last dimension d_v; float32 or wider if ``AttentionSpec.wide``.
+        lse: of ``AttentionInputs.lse_shape`` and ``lse_dtype``.
+        max_logits: (nheads,), of ``lse_dtype``: the largest softmax_scale * q . k of each head over all pairs that are
+            visible, before softcap, bias and sink; -inf where there are none. None if it is not asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logits: Tensor | None = None
+
+    def asked(self, return_lse: bool) -> "Tensor | tuple[Tensor, ...]":
+        """Results as users get them: out alone, or a tuple of it, lse if asked for, and max_logits if there are any."""
+        if not return_lse and self.max_logits is None:
+            return self.out
+        tops = () if self.max_logits is None else (self.max_logits,)
+        return (self.out, self.lse, *tops) if return_lse else (self.out, *tops)
 
 
 class AttentionSpec(NamedTuple):
@@ -99,7 +123,8 @@ class AttentionSpec(NamedTuple):
 
     ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
     unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide``: out,
-    or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls.
+    or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls. ``max_logits``: the
+    forward pass also has ``Results.max_logits``.
 
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
@@ -127,6 +152,7 @@ class AttentionSpec(NamedTuple):
     low_contention: bool = False
     has_m_block_order: bool = False
     wide: bool = False
+    max_logits: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: Options) -> "AttentionSpec":
@@ -152,6 +178,7 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
+            max_logits=options.max_logits,
         )
 
     @property
@@ -172,5 +199,6 @@ class AttentionSpec(NamedTuple):
             Feature.BIAS: self.has_bias,
             Feature.BLOCK_MASK: self.has_block_mask,
             Feature.DETERMINISTIC: self.deterministic,
+            Feature.MAX_LOGITS: self.max_logits,
         }
         return tuple(feature for feature, needed in needs.items() if needed)

@@ -244,7 +244,7 @@ def _share(name: str, rank: int | None = None) -> Callable[[RanksCase], Run]:
 
         def forward() -> tuple[Tensor, Tensor]:
             with mock.patch.object(sys.modules[kind.__module__], "Transfer", _NoTransfer):
-                return method.forward(context, q, k, v, None)
+                return method.forward(context, q, k, v, None)[:2]
 
         if case.passes == "forward":
             return lambda: {"out": forward()[0]}

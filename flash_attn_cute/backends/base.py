@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
 class Gradients(NamedTuple):
@@ -73,8 +73,8 @@ class Backend(Protocol):
         """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...
 
-    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """New tensors out (like q, last dimension d_v; see ``spec.wide``) and lse (``inputs.lse_shape``)."""
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
+        """Allocates and computes the results."""
         ...
 
     def backward(self, call: BackwardCall) -> Gradients:

@@ -13,17 +13,17 @@ from flash_attn_cute.calls import lowering, nested, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
-from flash_attn_cute.spec import AttentionInputs, Options
+from flash_attn_cute.spec import AttentionInputs, Options, Results
 
-# ``out``, or ``(out, lse)`` with return_lse=True.
-Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
+Result: TypeAlias = Tensor | tuple[Tensor, ...]
 # A function in the place of operators and backends; the name is that of the backend that would serve the call.
-Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], tuple[Tensor, Tensor]]
+Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], Results]
 _replacement: Replacement | None = None
 
 
-def attend(call: AttentionCall, return_lse: bool) -> Result:
-    """Out of a call, differentiable, or out and lse.
+def attend(call: AttentionCall) -> Results:
+    """Results of a call; out and lse are differentiable.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -38,7 +38,7 @@ def attend(call: AttentionCall, return_lse: bool) -> Result:
                 "values of this rank's rows, and cu_seqlens of all rows"
             )
         packed, jagged = nested.as_packed(call)
-        return jagged.wrap(attend(packed, return_lse))
+        return jagged.wrap(attend(packed))
     lowered = None
     if is_any_autocast_enabled():
         call = autocast(call)
@@ -47,13 +47,10 @@ def attend(call: AttentionCall, return_lse: bool) -> Result:
         call = lowered.call
     backward = call.block_mask is not None and is_recorded(call[:NUM_TENSORS], watched)
     inputs, plan = prepare(call, backward, watched)
-    if _replacement is None:
-        out, lse = ops.attention(inputs, plan, watched)
-    else:
-        out, lse = _replacement(inputs, plan.options, plan.backend)
-    if lowered is not None:
-        out, lse = lowered.unpacked(out, lse)
-    return (out, lse) if return_lse else out
+    if _replacement is not None:
+        return _replacement(inputs, plan.options, plan.backend)
+    results = ops.attention(inputs, plan, watched)
+    return results if lowered is None else lowered.unpacked(results)
 
 
 def is_replaced() -> bool:

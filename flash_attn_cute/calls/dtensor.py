@@ -83,7 +83,10 @@ def _register(operator: Any, results: Callable[[dict[str, Any], int | None], lis
 
 
 def _forward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
-    return [_placement(name, arguments, axis) for name in ("out", "lse")]
+    max_logits: Any = Replicate()
+    if arguments["max_logits"] and axis is not None:
+        max_logits = Shard(0) if axis == _HEADS else Partial("max")
+    return [*(_placement(name, arguments, axis) for name in ("out", "lse")), max_logits]
 
 
 def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:

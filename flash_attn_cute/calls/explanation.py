@@ -87,6 +87,7 @@ def explain(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
     dropout_p: float = 0.0,
@@ -118,6 +119,7 @@ def explain(
             is explained as if an order of query blocks that the model finds were worth it.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
+        return_max_logits: likewise.
         zero_padding: likewise.
         backend: likewise.
         dropout_p: likewise.
@@ -138,6 +140,7 @@ def explain(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
         zero_padding=zero_padding,
         backend=backend,
         dropout_p=dropout_p,

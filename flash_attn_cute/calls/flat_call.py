@@ -27,7 +27,7 @@ TENSORS = (
 # ``flat_options``
 OPTIONS = (
     "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
-    "bool zero_padding, {backend}, Tensor? any_scale, Tensor? any_softcap"
+    "bool zero_padding, bool max_logits, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
 NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, " + OPTIONS.format(
     backend="str backend"
@@ -37,6 +37,7 @@ NUM_ALL_TENSORS = _NUM_TABLES + 2  # and with its real rows
 _NUM_INPUTS = NUM_ALL_TENSORS + 2  # and with both bounds
 SINK, BIAS = AttentionInputs._fields.index("learnable_sink"), AttentionInputs._fields.index("bias")
 NUM_ANY = 2  # any_scale and any_softcap, which end a flat call
+_MAX_LOGITS = -NUM_ANY - 2  # the last field of ``Options``, ahead of the backend
 NUM_RESULTS = 6  # the fields of ``BackwardCall`` from out on, which come before a flat call in the backward operator
 
 
@@ -77,6 +78,12 @@ def inputs_of(flat: tuple[Any, ...]) -> AttentionInputs:
         return inputs
     # torch.jit.trace makes constants of numbers, and its programs serve other lengths.
     return inputs._replace(max_seqlen_q=inputs.q.shape[1], max_seqlen_k=inputs.k.shape[1])
+
+
+def asks_max_logits(flat: tuple[Any, ...]) -> bool:
+    """Whether a flat call is to have ``Results.max_logits``."""
+    asked: bool = flat[_MAX_LOGITS]
+    return asked
 
 
 def flat_options(options: Options, backend: str | None) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
-from flash_attn_cute.spec import Options, statically_true
+from flash_attn_cute.spec import Options, Results, statically_true
 
 
 class Lowered(NamedTuple):
@@ -22,11 +22,12 @@ class Lowered(NamedTuple):
     call: AttentionCall
     shape: tuple[int, int] | None = None
 
-    def unpacked(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def unpacked(self, results: Results) -> Results:
         """The results as the dense call has them."""
         if self.shape is None:
-            return out, lse
-        return out.unflatten(0, self.shape), lse.unflatten(1, self.shape).transpose(0, 1)
+            return results
+        out, lse, max_logits = results
+        return Results(out.unflatten(0, self.shape), lse.unflatten(1, self.shape).transpose(0, 1), max_logits)
 
 
 def of(call: AttentionCall) -> Lowered:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.spec import Results
 
 
 class Jagged(NamedTuple):
@@ -24,12 +25,9 @@ class Jagged(NamedTuple):
         """Reads them off a jagged nested tensor."""
         return cls(x.offsets(), x.lengths(), (x._maybe_min_seqlen, x._maybe_max_seqlen))
 
-    def wrap(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Nested tensors of these lengths: out (total, ...), or out and lse (heads, total)."""
-        if isinstance(result, Tensor):
-            return self._nested(result, rows=0)
-        out, lse = result
-        return self._nested(out, rows=0), self._nested(lse, rows=1)
+    def wrap(self, results: Results) -> Results:
+        """Results of packed sequences, out (total, ...) and lse (heads, total), as nested tensors of these lengths."""
+        return results._replace(out=self._nested(results.out, rows=0), lse=self._nested(results.lse, rows=1))
 
     def _nested(self, values: Tensor, rows: int) -> Tensor:
         shortest, longest = self.bounds

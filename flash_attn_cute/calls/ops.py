@@ -25,11 +25,14 @@ from flash_attn_cute.calls.flat_call import BIAS, NUM_ALL_TENSORS, NUM_ANY, NUM_
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.calls.torch_modes import is_below_autograd, is_transformed, needs_dispatcher
 from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.spec import AttentionInputs, Results
 
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 
-torch.library.define("flash_attn_cute::forward", f"({TENSORS}, {NUMBERS}) -> (Tensor out, Tensor lse)")
+# Of max_logits that are not asked for there are none.
+torch.library.define(
+    "flash_attn_cute::forward", f"({TENSORS}, {NUMBERS}) -> (Tensor out, Tensor lse, Tensor max_logits)"
+)
 torch.library.define(
     "flash_attn_cute::backward",
     # What is needed are ints for DTensor's sake, which compares calls by what comes from the first int on.
@@ -38,8 +41,8 @@ torch.library.define(
 )
 
 
-def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> tuple[Tensor, Tensor]:
-    """Out and lse of one valid call by the backend of its plan, differentiable.
+def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
+    """Results of one valid call by the backend of its plan; out and lse are differentiable.
 
     Raises:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
@@ -51,10 +54,10 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> tuple[Tenso
     if watched:
         _register_flop_formulas()
         run = _TransformedForward.apply if is_transformed() else torch.ops.flash_attn_cute.forward
-        result: tuple[Tensor, Tensor] = run(*flat_call.flatten(_shard(inputs), plan))
-        return result
+        out, lse, max_logits = run(*flat_call.flatten(_shard(inputs), plan))
+        return Results(out, lse, max_logits if plan.options.max_logits else None)
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not is_below_autograd():
-        return _record(*leaves, (inputs, plan))
+        return Results(*_record(*leaves, (inputs, plan)))
     return _run_forward(inputs, plan)
 
 
@@ -62,7 +65,7 @@ def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
-def _run_forward(inputs: AttentionInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+def _run_forward(inputs: AttentionInputs, plan: Plan) -> Results:
     spec, backend = plan.spec, dispatch.BACKENDS[plan.backend]
     if (spec.packed or spec.has_seqused) and settings.check_data():
         read_sequences(inputs)
@@ -81,15 +84,17 @@ def _run_backward(call: BackwardCall, name: str) -> Gradients:
 
 
 @torch.library.impl("flash_attn_cute::forward", "default")
-def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
-    return _run_forward(*flat_call.unflatten(flat))
+def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_logits = _run_forward(*flat_call.unflatten(flat))
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
 @torch.library.register_fake("flash_attn_cute::forward")
-def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = flat_call.inputs_of(flat)
     out = inputs.q.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1])
-    return out, inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
+    lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
+    return out, lse, lse.new_empty(inputs.q.shape[-2] if flat_call.asks_max_logits(flat) else 0)
 
 
 @torch.library.impl("flash_attn_cute::backward", "default")
@@ -118,13 +123,15 @@ def _call_backward(*flat: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:NUM_ALL_TENSORS], *inputs[-NUM_ANY:], *output)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, max_logits = output
+    ctx.save_for_backward(*inputs[:NUM_ALL_TENSORS], *inputs[-NUM_ANY:], out, lse)
+    ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)
     ctx.numbers = inputs[NUM_ALL_TENSORS:-NUM_ANY]
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     tensors, anys, (out, lse) = saved[:NUM_ALL_TENSORS], saved[NUM_ALL_TENSORS:-2], saved[-2:]
     call = *tensors, *ctx.numbers, *anys
@@ -186,9 +193,9 @@ class _TransformedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor]:
-        """Out and lse of a flattened call."""
-        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
+    def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Results of a flattened call."""
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
         return result
 
     setup_context = staticmethod(_save_for_backward)
@@ -242,7 +249,7 @@ def _map(
     """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
     inputs = flat_call.inputs_of(call)
     unmerged = (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias, inputs.block_mask)
-    if size and all(x is None for x in unmerged):
+    if size and all(x is None for x in unmerged) and not flat_call.asks_max_logits(call):
         merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
     else:
@@ -271,18 +278,20 @@ class FlashAttention(torch.autograd.Function):
     """Autograd's record of a call that needs no dispatcher, under the name that a profile shows."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Runs the call, the last argument; before it come its leaves, for autograd to see."""
         inputs, plan = arguments[-1]
-        output = _run_forward(inputs, plan)
+        out, lse, max_logits = output = _run_forward(inputs, plan)
         # The tables of a block mask belong to it: they never change, and many calls share them.
-        ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+        ctx.save_for_backward(*inputs[:NUM_TENSORS], out, lse)
         ctx.set_materialize_grads(False)
+        if max_logits is not None:
+            ctx.mark_non_differentiable(max_logits)
         ctx.others = inputs[NUM_TENSORS:], plan
         return output
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
         saved = ctx.saved_tensors
         others, plan = ctx.others

@@ -46,14 +46,16 @@ def check_options(
     softcap: float,
     deterministic: bool,
     return_lse: bool,
+    return_max_logits: bool,
     zero_padding: bool,
     backend: str | None,
     dropout_p: float,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
-    if not (type(causal) is type(deterministic) is type(return_lse) is type(zero_padding) is bool):
-        flags = {"causal": causal, "deterministic": deterministic}  # type: ignore[unreachable]
-        _check_flags(flags | {"return_lse": return_lse, "zero_padding": zero_padding})
+    returned = type(return_lse) is type(return_max_logits) is bool
+    if not (type(causal) is type(deterministic) is type(zero_padding) is bool and returned):
+        flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}  # type: ignore[unreachable]
+        _check_flags(flags | {"return_max_logits": return_max_logits, "zero_padding": zero_padding})
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
     if dropout_p != 0:
@@ -64,7 +66,7 @@ def check_options(
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
-    return Options(softmax_scale, left, 0 if causal else right, softcap, deterministic, zero_padding)
+    return Options(softmax_scale, left, 0 if causal else right, softcap, deterministic, zero_padding, return_max_logits)
 
 
 def _check_flags(flags: dict[str, object]) -> None:

@@ -18,6 +18,7 @@ from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues, 
 from flash_attn_cute.distributed.packed_calls import Call, Run, call_of_all_rows, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, common, rows_of, side_by_side, union
+from flash_attn_cute.spec import Results
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 
@@ -53,20 +54,22 @@ class AllGather:
         self._shares_heads = shares_heads
         self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
-    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Results:
+        """Results for the rank's queries (rows, nheads, d); k and v are its own keys and values."""
         transfer, keys = self._collect(context, KeyValues.of(k, v))
         own = None if self._shares_all(q) else self._attend_to_own(context, q, k, v, sink)
         transfer.wait()
-        shared = take(q, self._queries)
-        merged = Merged(shared, v.shape[-1], shared=self._shares_queries)
+        shared, wants = take(q, self._queries), context.options.max_logits
+        merged = Merged(shared, v.shape[-1], shared=self._shares_queries, max_logits=wants)
         for call in self._calls:
-            merged.add(call, *call_passes.forward(context, call, shared, keys.k, keys.v, is_part=self._shares_queries))
-        out, lse = merged.result(sink, ())
+            merged.add(call, call_passes.forward(context, call, shared, keys.k, keys.v, is_part=self._shares_queries))
+        results = merged.result(sink, ())
         if own is None:
-            return out, lse
-        put(own[0], self._queries, out)
-        put(own[1], self._queries, lse, dim=1)
+            return results
+        put(own.out, self._queries, results.out)
+        put(own.lse, self._queries, results.lse, dim=1)
+        if own.max_logits is not None and results.max_logits is not None:
+            torch.maximum(own.max_logits, results.max_logits, out=own.max_logits)
         return own
 
     def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,16 +97,13 @@ class AllGather:
         """Whether all rows are queries of documents that the rank does not have alone."""
         return self._queries == [(0, q.shape[0])]
 
-    def _attend_to_own(
-        self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Out and lse of documents that the rank has alone; 0 and -inf in other rows, or what a sink leaves there."""
+    def _attend_to_own(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Results:
+        """Results of documents that the rank has alone; 0 and -inf in other rows, or what a sink leaves there."""
         if self._own_call is None:
-            out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-            return out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype))
-        out, lse = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
+            return Merged(q, v.shape[-1], shared=False, max_logits=context.options.max_logits).result(None, ())
+        out, lse, max_logits = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
         out, lse = with_sink(out, lse, sink, self._padding)
-        return out.to(q.dtype), lse
+        return Results(out.to(q.dtype), lse, max_logits)
 
     def _shared_gradients(self, context: Context, given: Given, keys: KeyValues) -> tuple[Tensor, KeyValues]:
         """dQ of the shared documents' queries, side by side, and the gradients of all keys that they need."""

@@ -1,6 +1,6 @@
 """The autograd function of attention over ranks, recorded as a whole."""
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,14 +10,15 @@ from torch.distributed import ProcessGroup
 from flash_attn_cute.distributed import call_passes
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.head_trade import Trade
-from flash_attn_cute.distributed.process_groups import Ranks, connect, weakly
+from flash_attn_cute.distributed.process_groups import Ranks, connect, maximum, weakly
+from flash_attn_cute.spec import Results
 
 
 class Method(Protocol):
     """A way to let the queries of a rank attend to keys of other ranks."""
 
-    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out and lse of the rank's queries."""
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Results:
+        """Results for the rank's queries, max_logits of them alone."""
         ...
 
     def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,9 +37,6 @@ class Plan(NamedTuple):
         return Ranks(None, ranks.outer) if self.trade is not None and ranks.inner is None else ranks
 
 
-Result: TypeAlias = tuple[Tensor, Tensor]
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -47,10 +45,10 @@ def attend(
     chosen: Plan,
     context: Context,
     inner: ProcessGroup | None,
-) -> Result:
-    """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
+) -> Results:
+    """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable; max_logits of all ranks'."""
     connect(context.group, q.device)
-    return _Attention.apply(q, k, v, sink, chosen, context, inner)
+    return Results(*_Attention.apply(q, k, v, sink, chosen, context, inner))
 
 
 class _Attention(torch.autograd.Function):
@@ -66,21 +64,28 @@ class _Attention(torch.autograd.Function):
         chosen: Plan,
         context: Context,
         inner: ProcessGroup | None,
-    ) -> Result:
-        """Out and lse of all keys."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Out and lse of all keys, and max_logits of all ranks."""
         trade = chosen.trade
         if trade is not None:
             q, k, v, sink = trade.split(q, k, v, sink, inner)
-        out, lse = chosen.method.forward(context, q, k, v, sink)
+        out, lse, max_logits = chosen.method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = chosen, context._replace(group=None)
         ctx.groups = weakly(context.group), weakly(inner)
-        return (out, lse) if trade is None else trade.join(out, lse, inner)
+        if max_logits is not None:
+            if trade is not None:
+                max_logits = trade.among_all_heads(max_logits, -torch.inf)
+            max_logits = maximum(max_logits, (inner, context.group))
+            ctx.mark_non_differentiable(max_logits)
+        if trade is not None:
+            out, lse = trade.join(out, lse, inner)
+        return out, lse, max_logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and sink."""
         q, k, v, sink, out, lse = ctx.saved_tensors
         chosen, context = ctx.call

@@ -17,7 +17,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.sharding import Sharding
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 
 
 class AllRows(NamedTuple):
@@ -52,15 +52,17 @@ class BlockMaskMethod(NamedTuple):
     seqused_k: Tensor | None
     shares_heads: bool  # with other ranks, which have parts of the same dK and dV
 
-    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out (rows, heads, d_v) and lse (heads, rows).
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Results:
+        """Out (rows, heads, d_v), lse (heads, rows) and max_logits (heads,).
 
         Raises:
             ValueError: a mask that does not fit the rows, or what backends refuse.
         """
         backend, spec, inputs = self._prepared(context, q, k, v, sink, backward=False)
-        out, lse = backend.forward(spec, inputs)
-        return (out, lse) if inputs.packed else (out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
+        results = backend.forward(spec, inputs)
+        if inputs.packed:
+            return results
+        return results._replace(out=results.out.flatten(0, 1), lse=results.lse.transpose(0, 1).flatten(1))
 
     def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v; not rounded if ranks share heads of k and v, and so have parts of theirs."""

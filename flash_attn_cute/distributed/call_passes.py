@@ -22,7 +22,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.packed_calls import Call
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options, Results
 
 
 class Context(NamedTuple):
@@ -50,8 +50,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, *, is_part: bool) -> tuple[Tensor, Tensor]:
-    """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone.
+def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, *, is_part: bool) -> Results:
+    """Out (q_stop - q_start, nheads, d_v), lse (nheads, q_stop - q_start) and max_logits of a call, of its keys alone.
 
     ``is_part``: out is not rounded, as it is to be merged with that of other keys.
     """
@@ -97,16 +97,20 @@ def prepared(
 
 
 class Merged:
-    """Out and lse of all queries of a rank, from those of parts of their keys, in the order in which they come."""
+    """Results for all queries of a rank, from those of parts of their keys, in the order in which they come."""
 
-    def __init__(self, q: Tensor, d_v: int, *, shared: bool) -> None:
-        """For queries like q, none of which is in two calls unless they are shared."""
+    def __init__(self, q: Tensor, d_v: int, *, shared: bool, max_logits: bool = False) -> None:
+        """For queries like q, none of which is in two calls unless they are shared; with max_logits, or without."""
         self._dtype, self._shared = q.dtype, shared
         self._out = q.new_zeros((*q.shape[:-1], d_v), dtype=wide(q.dtype) if shared else q.dtype)
         self._lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype))
+        self._max_logits = self._lse.new_full((q.shape[1],), -torch.inf) if max_logits else None
 
-    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        """One call's results; they are 0 and -inf in rows that its sequences leave out."""
+    def add(self, call: Call, results: Results) -> None:
+        """One call's results; out and lse are 0 and -inf in rows that its sequences leave out."""
+        out, lse, max_logits = results
+        if self._max_logits is not None and max_logits is not None:
+            torch.maximum(self._max_logits, max_logits, out=self._max_logits)
         rows = slice(call.q_start, call.q_stop)
         old_out, old_lse = self._out[rows], self._lse[:, rows]
         if not self._shared:
@@ -117,10 +121,10 @@ class Merged:
         old_out.mul_(_merge_factor(old_lse, total)).addcmul_(out, _merge_factor(lse, total))
         old_lse.copy_(total)
 
-    def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Out, rounded to the inputs' dtype, and lse; see ``with_sink``."""
+    def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> Results:
+        """Out, rounded to the inputs' dtype, lse and max_logits; see ``with_sink``."""
         out, lse = with_sink(self._out, self._lse, sink, padding)
-        return out.to(self._dtype), lse
+        return Results(out.to(self._dtype), lse, self._max_logits)
 
 
 def with_sink(

@@ -17,7 +17,7 @@ from flash_attn_cute.distributed.checked_call import check_method, check_shardin
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.integrations import sdpa
-from flash_attn_cute.spec import AttentionInputs, Options
+from flash_attn_cute.spec import AttentionInputs, Options, Results
 
 
 @contextmanager
@@ -137,8 +137,8 @@ class _OverRanks(NamedTuple):
     group: Group
     method: str
 
-    def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
-        """Out and lse of a call on this rank's rows."""
+    def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> Results:
+        """Results of a call on this rank's rows."""
         if inputs.block_mask is not None:
             raise ValueError(
                 "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
@@ -157,15 +157,16 @@ class _OverRanks(NamedTuple):
             "bias": inputs.bias,
             "deterministic": options.deterministic,
             "return_lse": True,
+            "return_max_logits": options.max_logits,
             "zero_padding": options.zero_padding,
             "backend": backend,
             **self._asdict(),
         }
         if not inputs.packed:
-            return public_functions.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given)
+            return Results(*public_functions.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given))
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             _check_offsets(name, getattr(inputs, name), self.sharding)
-        return public_functions.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given)
+        return Results(*public_functions.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given))
 
 
 def _hold(x: Tensor, other: Tensor) -> None:

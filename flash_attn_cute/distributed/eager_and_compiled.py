@@ -17,7 +17,7 @@ from flash_attn_cute.distributed.call_passes import Context, Given, wide
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_is_sharding, plan_request
 from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
-from flash_attn_cute.spec import Options
+from flash_attn_cute.spec import Options, Results
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor sharding, Tensor? sharding_k, "
@@ -28,7 +28,9 @@ _NUM_TENSORS = 8
 _NUM_CALL = _NUM_TENSORS + 3  # then come the options, and two tensors at the end of them
 _SINK = 3
 
-torch.library.define("flash_attn_cute::context_parallel", f"({_TENSORS}, {_OTHERS}) -> (Tensor out, Tensor lse)")
+torch.library.define(
+    "flash_attn_cute::context_parallel", f"({_TENSORS}, {_OTHERS}) -> (Tensor out, Tensor lse, Tensor max_logits)"
+)
 torch.library.define(
     "flash_attn_cute::context_parallel_backward",
     f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, {_TENSORS}, {_OTHERS}) -> "
@@ -36,8 +38,8 @@ torch.library.define(
 )
 
 
-def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
-    """Out and lse of this rank's rows, differentiable.
+def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str | None) -> Results:
+    """Results of this rank's rows, max_logits of all ranks'; out and lse are differentiable.
 
     Args:
         call: this rank's arguments.
@@ -62,11 +64,12 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
     entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
     outer, inner = plan.groups(ranks)
     context = Context(options, backend, outer, call.block_mask, entries)
-    out, lse = autograd.attend(*call.packed, call.sink, plan, context, inner)
+    results = autograd.attend(*call.packed, call.sink, plan, context, inner)
     if not call.dense:
-        return out, lse
+        return results
+    out, lse, max_logits = results
     rows = call.q.shape[:2]
-    return out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous()
+    return Results(out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous(), max_logits)
 
 
 def _gradients(
@@ -89,8 +92,8 @@ def _gradients(
 
 def attend_compiled(
     arguments: tuple[Any, ...], names: list[str], method: str, dense: bool, options: Options, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """Out and lse of this rank's rows, by the operator.
+) -> Results:
+    """``attend_eagerly``, by the operator.
 
     Args:
         arguments: the fields of a ``RankCall`` up to its lengths.
@@ -104,7 +107,7 @@ def attend_compiled(
         TypeError: a sharding that is none.
     """
     *tensors, sharding, sharding_k, seqused_q, seqused_k = arguments
-    result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.context_parallel(
+    out, lse, max_logits = torch.ops.flash_attn_cute.context_parallel(
         *tensors,
         _handle("sharding", sharding),
         None if sharding_k is None else _handle("sharding_k", sharding_k),
@@ -115,7 +118,7 @@ def attend_compiled(
         dense,
         *flat_call.flat_options(options, backend),
     )
-    return result
+    return Results(out, lse, max_logits if options.max_logits else None)
 
 
 def _handle(name: str, sharding: Any) -> Tensor:
@@ -136,17 +139,18 @@ def _unpack(flat: tuple[Any, ...]) -> tuple[RankCall, Options, str | None]:
 
 @torch.library.impl("flash_attn_cute::context_parallel", "default")
 @torch.no_grad()
-def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
+def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, options, backend = _unpack(flat)
-    out, lse = attend_eagerly(call, lambda: options, backend)
-    return out.contiguous(), lse.contiguous()
+    out, lse, max_logits = attend_eagerly(call, lambda: options, backend)
+    return out.contiguous(), lse.contiguous(), lse.new_empty(0) if max_logits is None else max_logits
 
 
 @torch.library.register_fake("flash_attn_cute::context_parallel")
-def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, v = flat[0], flat[2]
     *batch, rows, heads, _ = q.shape
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*batch, heads, rows, dtype=wide(q.dtype))
+    lse = q.new_empty(*batch, heads, rows, dtype=wide(q.dtype))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(heads if flat_call.asks_max_logits(flat) else 0)
 
 
 @torch.library.impl("flash_attn_cute::context_parallel_backward", "default")
@@ -162,13 +166,15 @@ def _fake_backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, 
     return *(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *inputs[-2:], *output)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, max_logits = output
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *inputs[-2:], out, lse)
+    ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)
     ctx.others = inputs[_NUM_TENSORS:-2]
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *tensors, any_scale, any_softcap, out, lse = ctx.saved_tensors
     flat = *tensors, *ctx.others, any_scale, any_softcap
     dout = torch.zeros_like(out) if dout is None else dout

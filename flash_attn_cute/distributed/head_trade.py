@@ -126,8 +126,12 @@ class Trade(NamedTuple):
 
     def join_sink_gradient(self, dsink: Tensor) -> Tensor:
         """The sink's gradient (nheads,): zero in heads of other ranks, because users sum the gradients of ranks."""
-        joined = dsink.new_zeros(self.queries.size * dsink.shape[0])
-        self._own(joined).copy_(dsink)
+        return self.among_all_heads(dsink, 0.0)
+
+    def among_all_heads(self, x: Tensor, others: float) -> Tensor:
+        """Numbers of this rank's heads as (nheads,), with another number in heads of other ranks."""
+        joined = x.new_full((self.queries.size * x.shape[0],), others)
+        self._own(joined).copy_(x)
         return joined
 
     def _own(self, x: Tensor) -> Tensor:

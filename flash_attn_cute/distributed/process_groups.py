@@ -146,6 +146,14 @@ def all_gather_rows(x: Tensor, rows: Sequence[int], group: ProcessGroup | None) 
     return [r[:n] for r, n in zip(received, rows, strict=True)]
 
 
+def maximum(x: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:
+    """The elements' maxima over the ranks of some groups, in x's memory."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 class Transfer:
     """Messages on their way; none of their tensors may be touched before ``wait``.
 

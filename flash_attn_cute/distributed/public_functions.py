@@ -14,17 +14,17 @@ from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, atte
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Options
+from flash_attn_cute.spec import Options, Results
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# ``out``, or ``(out, lse)`` with return_lse=True.
-Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
+Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class Keywords(SharedKeywords, total=False):
-    """Types of the keywords of both functions, ``return_lse`` apart."""
+    """Types of the keywords of both functions, but for those that say what is returned."""
 
     group: Group
     method: str
@@ -46,6 +46,7 @@ def context_parallel_attn_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
@@ -59,6 +60,7 @@ def context_parallel_attn_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -72,8 +74,23 @@ def context_parallel_attn_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: bool = ...,
+    return_max_logits: Literal[True],
     **options: "Unpack[Keywords]",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def context_parallel_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: "Unpack[Keywords]",
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 @says_where_to_look(_SHARDING)
@@ -98,6 +115,7 @@ def context_parallel_attn_func(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
     dropout_p: float = 0.0,
@@ -126,12 +144,15 @@ def context_parallel_attn_func(
         block_mask: over all rows of an entry, see ``context_parallel_attn_varlen_func``; its batch is 1 or that of q.
         deterministic: the same inputs on as many ranks give the same bits.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest logit of each head, over the rows of all ranks; see
+            ``flash_attn_func``. Every rank has to ask for it, and takes part in a reduction over all of them.
         zero_padding: padding rows are zero either way.
         backend: of every rank's calls.
         dropout_p: 0.0.
 
     Returns:
-        out (batch, rows, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse (batch, nheads, rows).
+        out (batch, rows, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse (batch, nheads, rows); with
+        return_max_logits the tuple ends with max_logits (nheads,).
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -144,14 +165,15 @@ def context_parallel_attn_func(
         "softcap": softcap,
         "deterministic": deterministic,
         "return_lse": return_lse,
+        "return_max_logits": return_max_logits,
         "zero_padding": zero_padding,
         "backend": backend,
         "dropout_p": dropout_p,
     }
     tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
-    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
-    return (out, lse) if return_lse else out
+    results = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
+    return results.asked(return_lse)
 
 
 @overload
@@ -163,6 +185,7 @@ def context_parallel_attn_varlen_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
@@ -176,6 +199,7 @@ def context_parallel_attn_varlen_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -189,8 +213,23 @@ def context_parallel_attn_varlen_func(
     sharding_k: Sharding | None = ...,
     *,
     return_lse: bool = ...,
+    return_max_logits: Literal[True],
     **options: "Unpack[Keywords]",
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def context_parallel_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: "Unpack[Keywords]",
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 @says_where_to_look(_SHARDING)
@@ -215,6 +254,7 @@ def context_parallel_attn_varlen_func(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
     dropout_p: float = 0.0,
@@ -265,13 +305,16 @@ def context_parallel_attn_varlen_func(
             computes all rows of some heads. ``torch.compile`` breaks its graph there.
         deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest logit of each head, over the rows of all ranks; see
+            ``flash_attn_func``. Every rank has to ask for it, and takes part in a reduction over all of them.
         zero_padding: padding rows are zero either way.
         backend: of every rank's calls; None picks the best that can serve them.
         dropout_p: 0.0, as in the plain function.
 
     Returns:
         out (rows, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural logarithms, (nheads, rows),
-        float32 (float64 for float64 inputs).
+        float32 (float64 for float64 inputs); with return_max_logits the tuple ends with max_logits (nheads,), the same
+        on every rank.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -286,14 +329,15 @@ def context_parallel_attn_varlen_func(
         "softcap": softcap,
         "deterministic": deterministic,
         "return_lse": return_lse,
+        "return_max_logits": return_max_logits,
         "zero_padding": zero_padding,
         "backend": backend,
         "dropout_p": dropout_p,
     }
     tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
-    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
-    return (out, lse) if return_lse else out
+    results = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
+    return results.asked(return_lse)
 
 
 def rank_of(group: Group = None) -> int:
@@ -350,7 +394,7 @@ def _attend(
     method: str,
     *,
     dense: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     q, k, v, sink, mask, bias, block_mask = tensors
     backend = given["backend"]
 

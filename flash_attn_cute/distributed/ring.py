@@ -15,6 +15,7 @@ from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
+from flash_attn_cute.spec import Results
 
 
 class Ring:
@@ -39,14 +40,15 @@ class Ring:
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
         self._sums_parts = shares_heads or self._size > 1 or len(self._calls[0]) > 1  # of gradients
 
-    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
-        merged = Merged(q, v.shape[-1], shared=self._shares_queries)
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Results:
+        """Results for the rank's queries (rows, nheads, d); k and v are its own keys and values."""
+        wants = context.options.max_logits
+        merged = Merged(q, v.shape[-1], shared=self._shares_queries, max_logits=wants)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
             transfer, coming = self._send_keys(context, t, block if t else block.part(self._own_block))
             for call in calls:
-                merged.add(call, *call_passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
+                merged.add(call, call_passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
             transfer.wait()
             block = coming
         return merged.result(sink, self._padding)

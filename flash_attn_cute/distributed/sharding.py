@@ -397,6 +397,7 @@ def checked_window(causal: bool, window_size: validate.Window) -> validate.Windo
         softcap=0.0,
         deterministic=False,
         return_lse=False,
+        return_max_logits=False,
         zero_padding=True,
         backend=None,
         dropout_p=0.0,

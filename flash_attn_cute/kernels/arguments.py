@@ -115,6 +115,7 @@ class ForwardArguments(NamedTuple):
     mV: Annotated[Any, _ROWS]
     mO: Annotated[Any, _RESULT]
     mLSE: Annotated[Any, _ROW_NUMBERS]
+    mMaxLogits: Annotated[Any, Argument(FLOATS, when="features.max_logits")]  # (heads,), -inf before; raised
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]

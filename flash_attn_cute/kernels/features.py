@@ -41,6 +41,7 @@ class Features:
     grouped: bool = _flag("query heads share a key head", only="backward")
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
     wide: bool = _flag("out, or gradients, are float32: parts, to be merged with those of other calls")
+    max_logits: bool = _flag("the largest logit of each head is found, before softcap and bias", only="forward")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
 
     @property
@@ -60,6 +61,11 @@ class Features:
         Else these add nothing as they are. A bias for them may be NaN.
         """
         return self.left or self.bias
+
+    @property
+    def caps_or_biases(self) -> bool:
+        """Whether scores are not scaled products: max_logits are then searched in the latter."""
+        return self.softcap or self.bias
 
     def of_pass(self, name: PassName) -> "Features":
         """Features without those that the pass ignores, so that calls which differ only in these share a kernel."""

@@ -112,19 +112,21 @@ def atomic_add(s: Statement) -> Effect:
     return add
 
 
-def reduce_add(s: Statement) -> Effect:
-    """To words, one lane after the other."""
+def reduce(s: Statement) -> Effect:
+    """Words and what a warp has, one lane after the other: their sum, or the largest or the smallest."""
+    operations = {"add": np.add, "max": np.maximum, "min": np.minimum}
+    (combine,) = (operations[part] for part in operations if part in s.instruction.parts)
     reads = [s.source(x, s.kind) for x in vector(s.operands[1])]
     place, releases = _words(s, s.operands[0], len(reads)), _releases(s)
 
-    def add(warp: Warp, mask: Mask) -> None:
+    def reduced(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)
         lanes = lanes_of(mask)
         values = [read(warp)[lanes] for read in reads]
 
         def write() -> None:
             for i, value in enumerate(values):
-                np.add.at(words.view(TYPES[s.kind]), at[lanes] + i, value)
+                combine.at(words.view(TYPES[s.kind]), at[lanes] + i, value)
 
         if releases:
             weak.release(warp)
@@ -133,7 +135,7 @@ def reduce_add(s: Statement) -> Effect:
         else:  # a counter, which overtakes what it is not ordered behind
             write()
 
-    return add
+    return reduced
 
 
 def fence(s: Statement) -> Effect:

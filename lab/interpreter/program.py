@@ -36,7 +36,7 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "ld": memory.load,
     "st": memory.store,
     "atom.global.add": memory.atomic_add,
-    "red": memory.reduce_add,
+    "red": memory.reduce,
     "mbarrier.test_wait.parity": memory.test_barrier,
     "mbarrier.init": memory.init_barrier,
     "barrier.cluster.arrive": memory.arrive_in_cluster,

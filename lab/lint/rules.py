@@ -303,7 +303,7 @@ class _Scan:
         """Checks that what a thread has stored, or knows to be stored, is released when it counts in global memory."""
         if x.is_a("fence.acq_rel", "fence.sc", "membar") and x.parts & WIDE_SCOPES:
             state.pop("unreleased", None)
-        elif x.is_a("red") and "global" in x.parts and x.parts & {"s32", "u32", "s64", "u64"}:
+        elif x.is_a("red") and {"global", "add"} <= x.parts and x.parts & {"s32", "u32", "s64", "u64"}:
             if "unreleased" in state and not ("release" in x.parts and x.parts & WIDE_SCOPES):
                 self.report("scope", number, state["unreleased"], "without .release.gpu or fence.acq_rel.gpu behind")
         elif is_arrival(x) or x.is_a("st", "red", "cp", "mbarrier.try_wait", "mbarrier.test_wait", "barrier"):

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import backend as cute_backend
@@ -17,6 +16,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.selfcheck import samples, steps
 from flash_attn_cute.selfcheck.samples import Sample
 from flash_attn_cute.selfcheck.steps import Kernels
+from flash_attn_cute.spec import Results
 from tests.lib.interpreted import backward, forward
 from tests.lib.tiers import tiered
 
@@ -24,7 +24,7 @@ from tests.lib.tiers import tiered
 class Forward(forward.Interpreted):
     """Blackwell's forward pass, without a GPU."""
 
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Any) -> Results:
         """Runs the pass on the CPU, whatever the current device."""
         return self._forward(*given)
 

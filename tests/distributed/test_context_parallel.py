@@ -239,8 +239,8 @@ def test_parts_of_out_are_rounded_once() -> None:
         for start in range(0, 512, 128):
             cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (300, 128))
             call = Call(0, 300, start, start + 128, (None, None), 300, 128, cu_q, cu_k, None, None)
-            merged.add(call, *forward(context, call, q, k, v, is_part=True))
-        out, _ = merged.result(None, ())
+            merged.add(call, forward(context, call, q, k, v, is_part=True))
+        out = merged.result(None, ()).out
 
     def error(x: torch.Tensor) -> float:
         return (x - true).square().mean().sqrt().item()

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import explain, flash_attn_func, kept, settings
@@ -25,6 +24,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, family
 from flash_attn_cute.selfcheck import gate, steps, verdict
 from flash_attn_cute.selfcheck.runner import Findings
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
+from flash_attn_cute.spec import Results
 
 SM100 = ARCHITECTURES["sm100"]
 GPU = Gpu("cuda:0", "GPU-1", "sm100", "NVIDIA B200", (10, 0), 148, 180, "580.1")
@@ -42,7 +42,7 @@ class Kernels(CuteBackend):
         """Serves the CPU, too."""
         return True
 
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Any) -> Results:
         """Runs the portable backend's, and counts."""
         self.calls += 1
         return PortableBackend().forward(*given)

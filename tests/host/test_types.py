@@ -1,4 +1,4 @@
-"""Types of the main functions for type checkers: results by return_lse, and parameters that are those that run."""
+"""Types of the main functions for type checkers: results as asked for, and parameters that are those that run."""
 
 import ast
 import inspect
@@ -23,17 +23,20 @@ def test_overloads_have_the_parameters_of_the_function() -> None:
         assert [ast.unparse(x.returns or x) for x in overloads] == [
             "Tensor",
             "tuple[Tensor, Tensor]",
-            "Tensor | tuple[Tensor, Tensor]",
+            "tuple[Tensor, ...]",
+            "Tensor | tuple[Tensor, ...]",
         ]
         positional, keywords = parameters(implementation)
-        assert keywords.pop("return_lse") == "bool"
+        assert keywords.pop("return_lse") == keywords.pop("return_max_logits") == "bool"
         assert keywords == annotations(module, "Keywords")
-        returns = ["Literal[False]", "Literal[True]", "bool"]
-        for overload, return_lse in zip(overloads, returns, strict=True):
-            assert parameters(overload) == (positional, {"return_lse": return_lse})
+        no, yes = "Literal[False]", "Literal[True]"
+        asked = [(no, no), (yes, no), ("bool", yes), ("bool", "bool")]
+        for overload, (lse, max_logits) in zip(overloads, asked, strict=True):
+            assert parameters(overload) == (positional, {"return_lse": lse, "return_max_logits": max_logits})
             assert overload.args.kwarg is not None
             assert ast.unparse(overload.args.kwarg.annotation or overload) == "'Unpack[Keywords]'"
-        assert {*positional, *keywords, "return_lse"} == {*inspect.signature(getattr(module, name)).parameters}
+        returned = {"return_lse", "return_max_logits"}
+        assert {*positional, *keywords, *returned} == {*inspect.signature(getattr(module, name)).parameters}
 
 
 def parameters(function: ast.FunctionDef) -> tuple[dict[str, str], dict[str, str]]:
@@ -58,14 +61,15 @@ def annotations(module: ModuleType, name: str) -> dict[str, str]:
 def test_types() -> None:
     """Calls that mypy is to accept; it checks this file."""
 
-    def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, Tensor]]:
+    def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
         out: Tensor = flash_attn_func(q, q, q)
         pair: tuple[Tensor, Tensor] = flash_attn_func(q, q, q, return_lse=True)
         wrong: Tensor = flash_attn_func(q, q, q, return_lse=True)  # type: ignore[assignment]
         del wrong
-        return out, pair[1], flash_attn_func(q, q, q, return_lse=flag)
+        out, lse, max_logits = flash_attn_func(q, q, q, return_lse=True, return_max_logits=True)
+        return out, pair[1] + lse + max_logits.sum(), flash_attn_func(q, q, q, return_lse=flag)
 
-    def packed(q: Tensor, cu: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, Tensor]]:
+    def packed(q: Tensor, cu: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
         out: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
         pair: tuple[Tensor, Tensor] = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)
         wrong: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """Random calls, running them through the public functions, and comparing with the oracle."""
 
 import itertools
+import math
 import random
 import time
 import warnings
@@ -232,9 +233,11 @@ def poisoned_dout(call: Call, out: Tensor) -> Tensor:
 
 def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: Any) -> None:
     """Runs the call forward and backward and compares every result with the oracle, padding included."""
-    out, lse = run(call, return_lse=True, **options)
+    out, lse, *max_logits = run(call, return_lse=True, **options)
     assert out.requires_grad
     assert lse.requires_grad
+    for x in max_logits:
+        assert_max_logits_close(x, call)
     dout = poisoned_dout(call, out)
     dlse = None
     if through_lse:
@@ -268,6 +271,27 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
     if call.bias is not None:
         padding = call.score_padding(call.bias).to(out.device)
         assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
+
+
+def assert_max_logits_close(max_logits: Tensor, call: Call) -> None:
+    """The largest logits of a call, of which none has a gradient, against the oracle's.
+
+    A product is summed in float32, whose error is in proportion to the lengths of its vectors. Kernels take exp2 and
+    log2 of it, whose error is absolute.
+    """
+    assert not max_logits.requires_grad
+    with torch.no_grad():
+        expected = oracle.max_logits(call.to(torch.float64))
+        real_q, real_k = (real.to(call.q.device) for real in call.real_rows())
+        lengths = (x[real].double().norm(dim=-1) for x, real in ((call.q, real_q), (call.k, real_k)))
+        size = math.prod(x.max().item() if x.numel() else 0.0 for x in lengths)
+    size *= call.q.shape[-1] ** -0.5 if call.softmax_scale is None else abs(call.softmax_scale)
+    assert max_logits.shape == expected.shape
+    assert max_logits.dtype == torch.promote_types(call.q.dtype, torch.float32)
+    is_finite = expected.isfinite()
+    assert torch.equal(max_logits.double()[~is_finite], expected[~is_finite])
+    error = (max_logits.double() - expected)[is_finite].abs()
+    assert (error <= 8 * torch.finfo(max_logits.dtype).eps * (size + 1)).all(), f"max_logits: error {error}"
 
 
 def rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:

@@ -4,6 +4,7 @@ In float64 it is the truth that results are compared with; at a low precision it
 the same computation, whose error is the yardstick. Gradients come from autograd.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,6 +124,35 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     packed = call.cu_seqlens_q is not None
     nheads, d_v = call.q.shape[-2], call.v.shape[-1]
     outs, lses, places = [], [], []
+    for b, rows_q, q, k, v, mask, bias in _sequences(call):
+        out, lse = _one_sequence(call, q, k, v, mask, bias)
+        outs.append(out)
+        lses.append(lse)
+        places.append((b, rows_q))
+    out = call.q.new_zeros(*call.q.shape[:-1], d_v)
+    lse_shape = (nheads, call.q.shape[0]) if packed else (call.q.shape[0], nheads, call.q.shape[1])
+    lse = call.q.new_full(lse_shape, -torch.inf)
+    for (b, rows), one_out, one_lse in zip(places, outs, lses, strict=True):
+        one_out = rearrange(one_out, "heads rows d_v -> rows heads d_v")
+        if b is None:
+            out[rows], lse[:, rows] = one_out, one_lse
+        else:
+            out[b, rows], lse[b, :, rows] = one_out, one_lse
+    return out, lse
+
+
+def max_logits(call: Call) -> Tensor:
+    """The largest scaled product of each head over all visible pairs, (nheads,); -inf if there are none."""
+    found = [call.q.new_full((call.q.shape[-2], 1), -torch.inf)]
+    for _, _, q, k, _, mask, _ in _sequences(call):
+        scores, visible = _products(call, q, k, mask)
+        found.append(torch.where(visible, scores, torch.full_like(scores, -torch.inf)).flatten(1))
+    return torch.cat(found, 1).amax(1)
+
+
+def _sequences(call: Call) -> Iterator[tuple[int | None, slice, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Each sequence: its batch entry and query rows; q, k and v (heads, rows, d); mask and bias of its scores."""
+    nheads = call.q.shape[-2]
     for b, rows_q, rows_k in call.sequences():
         q, k, v = (
             rearrange((x if b is None else x[b])[rows], "rows heads d -> heads rows d")
@@ -144,36 +174,27 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
             shown = call.shown[b if b is not None and call.shown.shape[0] > 1 else 0, :, rows_q, rows_k]
             shown = repeat(shown, "h queries keys -> (h group) queries keys", group=nheads // shown.shape[0])
             mask = shown if mask is None else mask & shown
-        out, lse = _one_sequence(call, q, k, v, mask, bias)
-        outs.append(out)
-        lses.append(lse)
-        places.append((b, rows_q))
-    out = call.q.new_zeros(*call.q.shape[:-1], d_v)
-    lse_shape = (nheads, call.q.shape[0]) if packed else (call.q.shape[0], nheads, call.q.shape[1])
-    lse = call.q.new_full(lse_shape, -torch.inf)
-    for (b, rows), one_out, one_lse in zip(places, outs, lses, strict=True):
-        one_out = rearrange(one_out, "heads rows d_v -> rows heads d_v")
-        if b is None:
-            out[rows], lse[:, rows] = one_out, one_lse
-        else:
-            out[b, rows], lse[b, :, rows] = one_out, one_lse
-    return out, lse
+        yield b, rows_q, q, k, v, mask, bias
+
+
+def _products(call: Call, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scaled products of one sequence, and which pairs window and mask show, (nheads, seqlen_q, seqlen_k)."""
+    k = repeat(k, "heads_k rows d -> (heads_k group) rows d", group=q.shape[0] // k.shape[0])
+    scale = call.softmax_scale if call.softmax_scale is not None else q.shape[-1] ** -0.5
+    scores = scale * einsum(q, k, "heads queries d, heads keys d -> heads queries keys")
+    visible = window(call, q.shape[1], k.shape[1]).to(q.device).expand(scores.shape)
+    return scores, visible if mask is None else visible & mask
 
 
 def _one_sequence(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence: q (nheads, seqlen_q, d), k and v (nheads_k, seqlen_k, d or d_v)."""
-    group = q.shape[0] // k.shape[0]
-    k, v = (repeat(x, "heads_k rows d -> (heads_k group) rows d", group=group) for x in (k, v))
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    scale = call.softmax_scale if call.softmax_scale is not None else q.shape[-1] ** -0.5
-    scores = scale * einsum(q, k, "heads queries d, heads keys d -> heads queries keys")
+    v = repeat(v, "heads_k rows d -> (heads_k group) rows d", group=q.shape[0] // k.shape[0])
+    seqlen_q = q.shape[1]
+    scores, visible = _products(call, q, k, mask)
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    visible = window(call, seqlen_q, seqlen_k).to(q.device).expand(scores.shape)
-    if mask is not None:
-        visible = visible & mask
     if bias is not None:
         scores = scores + torch.where(visible, bias, torch.zeros_like(bias))
         visible = visible & ~scores.detach().isneginf()

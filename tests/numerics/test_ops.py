@@ -51,7 +51,7 @@ def test_opcheck(number: Tensor | None, options: dict[str, Any], packed: bool, d
         for x in (call.q, call.k, call.v):
             x.nan_to_num_(0, 0, 0)
     torch.library.opcheck(torch.ops.flash_attn_cute.forward.default, arguments)
-    out, lse = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
+    out, lse, _ = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
     lse.masked_fill_(lse.isneginf(), 0)
     detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
     backward = (out, lse, torch.randn_like(out), torch.randn_like(lse))

@@ -31,6 +31,7 @@ from flash_attn_cute.selfcheck.runner import WORKER, Findings, Limits
 from flash_attn_cute.selfcheck.samples import Sample, WrongResultError
 from flash_attn_cute.selfcheck.steps import Step, Target
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
+from flash_attn_cute.spec import Results
 from tests.lib import oracle
 from tests.lib.checks import gradients, hopper_alone, needs_kernels
 from tests.lib.oracle import Call
@@ -110,10 +111,10 @@ class Wrong(PortableBackend):
     def __init__(self, name: str, change: Callable[[Tensor], object]) -> None:
         self.wrong, self.change = name, change
 
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Any) -> Results:
         """Wrong, if that is about its results."""
-        out, lse = super().forward(*given)
-        return self._wrong("out", out), self._wrong("lse", lse)
+        out, lse, _ = super().forward(*given)
+        return Results(self._wrong("out", out), self._wrong("lse", lse))
 
     def backward(self, call: BackwardCall) -> Gradients:
         """Wrong, if that is about a gradient."""

@@ -37,7 +37,7 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.sparsity.bits import HALF
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, statically_true
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results, statically_true
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
@@ -154,7 +154,7 @@ class CuteBackend:
             backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
         return forward, backward
 
-    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
         if torch.cuda.current_device() != inputs.q.device.index:
             with torch.cuda.device(inputs.q.device):
@@ -169,33 +169,38 @@ class CuteBackend:
                 return self._backward(call)
         return self._backward(call)
 
-    def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         if needs_intervals(spec):
             one_spec, one, seen = as_one_batch(spec, inputs)
-            out, lse = self._forward(one_spec, one)
+            results = self._forward(one_spec, one)
+            out, lse = results.out, results.lse
             if spec.has_sink:  # which is what lse holds of padding
                 lse.masked_fill_(~seen.real_q[:, None], -torch.inf)
-            return (out[0], lse[0]) if spec.packed else (out, lse)
+            return results._replace(out=out[0], lse=lse[0]) if spec.packed else results
         inputs = over_scores(without_padding(inputs))
         q, k = inputs.q, inputs.k
         if spec.head_dim == spec.head_dim_v and not spec.wide:  # twice as fast as new_empty
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
+        max_logits = q.new_full((spec.nheads,), -torch.inf, dtype=torch.float32) if spec.max_logits else None
         if spec.has_seqused and not spec.packed:
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
             if out.numel():
-                self._launch_forward(spec, as_packed(inputs), out.flatten(0, 1), lse.flatten(1, 2))
-            return out, lse.transpose(0, 1).contiguous()
+                self._launch_forward(spec, as_packed(inputs), Results(out.flatten(0, 1), lse.flatten(1, 2), max_logits))
+            return Results(out, lse.transpose(0, 1).contiguous(), max_logits)
         lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
+        results = Results(out, lse, max_logits)
         if not out.numel():
-            return out, lse
+            return results
         if not k.numel() and not spec.packed:
             sink = inputs.learnable_sink
-            return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
-        self._launch_forward(spec, inputs, out, lse)
-        return out, lse
+            out.zero_()
+            lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+            return results
+        self._launch_forward(spec, inputs, results)
+        return results
 
     def _backward(self, call: BackwardCall) -> Gradients:
         spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink = call
@@ -243,7 +248,7 @@ class CuteBackend:
             dsink = weights.mul_(delta).sum(1).neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
 
-    def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
+    def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v
         if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
             k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
@@ -261,8 +266,9 @@ class CuteBackend:
                 mQ=_aligned(q),
                 mK=_aligned(k),
                 mV=_aligned(v),
-                mO=out,
-                mLSE=lse,
+                mO=results.out,
+                mLSE=results.lse,
+                mMaxLogits=results.max_logits,
                 mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
                 mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
                 mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),

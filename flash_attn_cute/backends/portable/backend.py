@@ -9,7 +9,7 @@ from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
 from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
 class PortableBackend:
@@ -31,21 +31,23 @@ class PortableBackend:
         """For none; it serves where others do not."""
         return False
 
-    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
         inputs = without_padding(inputs)
         rows_q, rows_k = read_sequences(inputs)
         dtype = inputs.lse_dtype if spec.wide else None
         out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v, dtype=dtype)
         lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
+        max_logits = lse.new_full((spec.nheads,), -torch.inf) if spec.max_logits else None
+        results = Results(out, lse, max_logits)
         with _own_precision(inputs):
             lists = _lists(inputs)
             for run in _runs(spec, rows_q, rows_k):
-                _forward(spec, inputs, lists, run, out, lse)
+                _forward(spec, inputs, lists, run, results)
         if spec.zero_padding:
             _fill_padding(spec, rows_q, out, 0.0)
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
-        return out, lse
+        return results
 
     def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
@@ -86,18 +88,17 @@ def _runs(spec: AttentionSpec, rows_q: list[Rows], rows_k: list[Rows]) -> list[R
     return merge_runs(rows_q, rows_k, spec.packed)
 
 
-def _forward(
-    spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, out: Tensor, lse: Tensor
-) -> None:
+def _forward(spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, results: Results) -> None:
     num_fully_masked, band = _window(spec, run)
-    out, lse = view_rows(out, run, run.q, spec.packed), view_lse(lse, run, spec.packed)
+    out, lse = view_rows(results.out, run, run.q, spec.packed), view_lse(results.lse, run, spec.packed)
     out[:, :, :num_fully_masked], lse[:, :, :num_fully_masked] = 0.0, -torch.inf
     if num_fully_masked < run.q.length:
         tile = _tile(spec, inputs, lists, run, num_fully_masked, band)
-        if fused.serves(tile):
-            fused.forward(tile, out[:, :, num_fully_masked:], lse[:, :, num_fully_masked:])
+        visible = Results(out[:, :, num_fully_masked:], lse[:, :, num_fully_masked:], results.max_logits)
+        if fused.serves(tile) and results.max_logits is None:
+            fused.forward(tile, visible.out, visible.lse)
         else:
-            blockwise.forward(tile, out[:, :, num_fully_masked:], lse[:, :, num_fully_masked:])
+            blockwise.forward(tile, visible)
     if inputs.learnable_sink is not None:
         sink = inputs.learnable_sink.to(lse.dtype)[:, None]
         merged = torch.logaddexp(lse, sink)

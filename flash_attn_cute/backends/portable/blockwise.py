@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.listed import Keys
 from flash_attn_cute.backends.portable.tile import Tile
+from flash_attn_cute.spec import Results
 
 
 class BlockSize(NamedTuple):
@@ -90,15 +91,16 @@ class _Block:
             whole[..., self.keys] += part.sum_to_size(*whole.shape[:4], part.shape[4])
 
 
-def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
-    """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside."""
+def forward(tile: Tile, results: Results) -> None:
+    """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside, and raises max_logits."""
+    out, lse, max_logits = results
     for heads in _split_heads(tile):
         for block in _split_rows(heads):
             if block.is_empty:
                 block.take(out).zero_()
                 block.take(lse).fill_(-torch.inf)
                 continue
-            scores, _ = _scores(block, block.operand(tile.q), keep_capped=False)
+            scores, _ = _scores(block, block.operand(tile.q), keep_capped=False, max_logits=max_logits)
             peak = scores.amax(-1, keepdim=True)
             # A query that sees no key has a peak of -inf: from 0 instead, its weights come out 0 and not NaN.
             weights = scores.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
@@ -151,14 +153,21 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
             target.copy_(total.unflatten(0, target.shape[:2]))
 
 
-def _scores(block: _Block, q: Tensor, keep_capped: bool) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    block: _Block, q: Tensor, keep_capped: bool, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """A block's scores (n * heads, group * rows, keys), hidden ones -inf; and, if asked, the capped ones.
 
     The second result is what the derivative of the softcap needs: the scores before bias and masks. It is None
-    without a softcap.
+    without a softcap. ``max_logits`` (nheads,), if given, is raised to the largest visible scaled products.
     """
     tile = block.heads.tile
     scores = _product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
+    if max_logits is not None:
+        logits = scores.clone()
+        _hide(block, block.split(logits))
+        tops = max_logits.unflatten(0, (-1, tile.group))[block.heads.heads]
+        torch.maximum(tops, block.split(logits).amax((0, 3, 4)), out=tops)
     capped = None
     if tile.spec.softcap:
         scores = scores.div_(tile.spec.softcap).tanh_().mul_(tile.spec.softcap)
@@ -166,12 +175,18 @@ def _scores(block: _Block, q: Tensor, keep_capped: bool) -> tuple[Tensor, Tensor
     parts = block.split(scores)
     if tile.bias is not None:
         parts += block.take_scores(tile.bias)
+    _hide(block, parts)
+    return scores, capped
+
+
+def _hide(block: _Block, parts: Tensor) -> None:
+    """Makes scores (n, heads, group, rows, keys) that masks hide -inf."""
     if block.hidden is not None:
         parts.masked_fill_(block.hidden, -torch.inf)
     _hide_beyond_band(block, parts)
-    if tile.mask is not None:
-        parts.masked_fill_(block.take_scores(tile.mask).logical_not(), -torch.inf)
-    return scores, capped
+    mask = block.heads.tile.mask
+    if mask is not None:
+        parts.masked_fill_(block.take_scores(mask).logical_not(), -torch.inf)
 
 
 def _hide_beyond_band(block: _Block, parts: Tensor) -> None:

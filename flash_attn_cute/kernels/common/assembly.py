@@ -126,6 +126,20 @@ def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, 
 
 
 @dsl_user_op
+def raise_signed(address: Int64, x: Int32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Raises a signed integer in global memory to another one, if that is larger, atomically."""
+    text = "red.relaxed.gpu.global.max.s32 [$0], $1;"
+    _assembly(None, [address, x], text, "l,r", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def reduce_unsigned(address: Int64, x: Int32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Reduces an unsigned integer in global memory to another one, if that is smaller, atomically."""
+    text = "red.relaxed.gpu.global.min.u32 [$0], $1;"
+    _assembly(None, [address, x], text, "l,r", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
 def add_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Adds float32 numbers in shared memory to those in global memory, each by itself atomic, by one thread."""
     _bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", address, source, num_bytes, loc, ip)

@@ -103,9 +103,11 @@ class ForwardConfig:
     def polynomial_every(self) -> int:
         """One of so many pairs of P comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
 
-        Nor are there any with a bias, which takes longer to read than P to compute, and registers.
+        Nor are there any with a bias, which takes longer to read than P to compute, and registers; or where the largest
+        logits follow from P, of which a polynomial has four digits.
         """
-        return 8 if self.target == TARGETS[10, 0] and not self.features.bias else 0
+        f = self.features
+        return 8 if self.target == TARGETS[10, 0] and not (f.bias or f.max_logits) else 0
 
     @property
     def registers(self) -> Registers:

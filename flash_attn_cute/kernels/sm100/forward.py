@@ -58,6 +58,7 @@ from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.max_logits import raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
@@ -77,6 +78,7 @@ from flash_attn_cute.kernels.sm100.scores import (
     hide_by_bits_in_memory,
     hide_in_memory,
     hides_some,
+    largest_in_memory,
     within_interval,
     words_of,
 )
@@ -105,6 +107,9 @@ class ForwardSm100:
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
         self.commit = commit
+        features = config.features
+        self.keeps_max_P = features.max_logits and not features.caps_or_biases
+        self.keeps_max_logit = features.max_logits and features.caps_or_biases
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -300,17 +305,20 @@ class ForwardSm100:
         """A warpgroup: P from S for a part of every tile's queries, one a thread."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        online = RowSoftmax(scales.log2, c.polynomial_every, is_natural=c.features.bias)
-        rows = _Rows(a, tables, shared, scales, online, part, thread, address)
+        online = RowSoftmax(scales.log2, c.polynomial_every, c.features.bias, self.keeps_max_P)
+        max_logit = cute.make_rmem_tensor(1, Float32) if self.keeps_max_logit else None
+        rows = _Rows(a, tables, shared, scales, online, max_logit, part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             num_blocks = rows.tile(c, step).blocks.num
             if num_blocks > 0:
-                rows.softmax.reset()
+                rows.reset()
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._softmax_step(rows, step, i, block_step)
                     block_step += 1
+                if const_expr(c.features.max_logits):
+                    rows.raise_max_logits(c, step)
                 rings.stats.wait_empty(stats_step)  # from the epilogue
                 shared.stats[thread, 0, part] = rows.softmax.row_sum[0]
                 shared.stats[thread, 1, part] = rows.softmax.row_max[0]
@@ -341,15 +349,17 @@ class ForwardSm100:
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
         if is_seen:
+            if const_expr(self.keeps_max_logit):
+                scale = rows.arguments.numbers.softmax_scale
+                if is_cut:
+                    rows.hide(c, step, block, place, words, scale)
+                rows.add_logits(c, place, scale)
             if const_expr(c.features.softcap):
                 rows.cap(c, place)
             if const_expr(c.features.bias):
                 rows.add_bias(c, step, block, place)
             if is_cut:
-                if const_expr(c.features.listed):
-                    hide_by_bits_in_memory(place, rows.scales.log2, words)
-                else:
-                    rows.hide(c, step, block, place)
+                rows.hide(c, step, block, place, words, rows.scales.log2)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
             rows.softmax.step(scores, store, partial(rows.rescale, c, unit), hand_over, self.dtype)
         else:
@@ -433,6 +443,7 @@ class _Rows:
     shared: Shared
     scales: ScoreScales
     softmax: RowSoftmax
+    max_logit: cute.Tensor | None  # where it does not follow from P
     part: Int32
     thread: Int32  # of the warpgroup
     address: Int32  # of this thread's row in tensor memory
@@ -487,14 +498,40 @@ class _Rows:
         bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
         add_bias_in_memory(place, config.tile_n, self.scales.bias, bias, block * config.tile_n)
 
-    def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
-        """Masks a block's scores outside what the row attends to, where they are in tensor memory."""
+    def hide(
+        self, config: ForwardConfig, step: Int32, block: Int32, place: Int32, words: list[Int32] | None, scale: Float32
+    ) -> None:
+        """Masks a block's scores, yet to be multiplied by ``scale``, where they are in tensor memory.
+
+        By the bits in ``words``, if there are lists, or else outside what the row attends to.
+        """
         f = config.features
+        if f.listed:
+            hide_by_bits_in_memory(place, scale, words)
+            return
         tile = self.tile(config, step)
         row = tile.first_query + PART_ROWS * self.part + self.thread
         window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
         edges, first_column = Edges(left=f.left, right=True), block * config.tile_n
-        hide_in_memory(place, config.tile_n, self.scales.log2, row, first_column, tile.k.length, window, edges)
+        hide_in_memory(place, config.tile_n, scale, row, first_column, tile.k.length, window, edges)
+
+    def reset(self) -> None:
+        """Resets the rows' state, before a tile's first block."""
+        self.softmax.reset()
+        if self.max_logit is not None:
+            self.max_logit[0] = -Float32.inf
+
+    def add_logits(self, config: ForwardConfig, place: Int32, scale: Float32) -> None:
+        """Raises the row's largest logit to those of a block, products in tensor memory times ``scale``."""
+        self.max_logit[0] = cute.arch.fmax(self.max_logit[0], largest_in_memory(place, config.tile_n, scale))
+
+    def raise_max_logits(self, config: ForwardConfig, step: Int32) -> None:
+        """Raises the largest logit of the tile's head to those of the rows."""
+        tile = self.tile(config, step)
+        logit = self.softmax.max_logit if self.max_logit is None else self.max_logit[0]
+        is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
+        logit = cutlass.select_(is_real, logit, -Float32.inf)
+        raise_max_logit_by_warp(self.arguments.mMaxLogits, tile.head, logit)
 
     def store(self, place: Int32, piece: int, P: list[Int32]) -> None:
         """Stores P of a piece, in pairs, from its first column on."""

@@ -106,6 +106,15 @@ def cap_in_memory(place: Int32, columns: int, scale: Float32) -> None:
         tensor_memory.store(place + first, [capped(x, scale) for x in scores])
 
 
+def largest_in_memory(place: Int32, columns: int, scale: Float32) -> Float32:
+    """The largest of scores, times a scale: those of a thread's row in some columns from ``place`` on."""
+    largest = -Float32.inf
+    for first in range(0, columns, _COLUMNS):
+        for x in tensor_memory.load(place + first, _COLUMNS):
+            largest = cute.arch.fmax(largest, x * scale)
+    return largest
+
+
 def hide_in_memory(
     place: Int32,
     columns: int,

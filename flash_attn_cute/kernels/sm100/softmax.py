@@ -25,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.max_logits import larger_P, logit_of
 from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.softmax import MAX_SUM, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
@@ -37,19 +38,30 @@ Scores = Callable[[], list[Float32]]
 
 
 class RowSoftmax:
-    """The running row_max of a thread's row, -inf while it has no visible key, and its row_sum."""
+    """The running row_max of a thread's row, -inf while it has no visible key, and its row_sum.
 
-    def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool):
+    ``max_P``, if asked for, is the row's largest P, as if all had been computed with ``row_max``.
+    """
+
+    def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool, keeps_max_P: bool = False):
         self.scale_log2 = scale_log2
         self.is_natural = is_natural  # row_max; the scale is positive then
         self.polynomial_every = polynomial_every  # of so many pairs of P; 0: none
         self.row_max = cute.make_rmem_tensor(1, Float32)
         self.row_sum = cute.make_rmem_tensor(1, Float32)
+        self.max_P = cute.make_rmem_tensor(1, Float32) if keeps_max_P else None
 
     def reset(self) -> None:
         """Resets the row's state, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        if self.max_P is not None:
+            self.max_P.fill(0.0)
+
+    @property
+    def max_logit(self) -> Float32:
+        """The row's largest logit, natural; -inf if no key is visible."""
+        return logit_of(self.max_P[0], self.row_max[0])
 
     @cute.jit
     def step(
@@ -75,16 +87,17 @@ class RowSoftmax:
         added, fits, is_done = Float32(0.0), Boolean(False), Boolean(False)
         if has_keys:
             # A row without a visible key so far, its row_max being -inf, has no finite P here.
-            P, added = self._compute_P(self._exponents(most, self.row_max[0], in_advance=True), dtype)
+            P, added, largest = self._compute_P(self._exponents(most, self.row_max[0], in_advance=True), dtype)
             exponents = list(self._exponents([last], self.row_max[0], in_advance=True))
             fits = added <= MAX_SUM and _largest(x for pair in exponents for x in pair) <= _MAX_EXPONENT
             is_done = cute.arch.vote_all_sync(fits)
             if is_done:
                 store(0, P)
                 hand_over()
-                others, added_last = self._compute_P(exponents, dtype)
+                others, added_last, largest = self._compute_P(exponents, dtype, largest)
                 store(len(most), others)
                 added += added_last
+                self._keep(largest)
         if not is_done:
             last_max = self.row_max[0]
             row_max = cutlass.select_(fits, last_max, self._peak(scores, last_max))
@@ -92,10 +105,11 @@ class RowSoftmax:
             shift = cutlass.select_(row_max != -Float32.inf, row_max, Float32(0.0))
             correction = cute.math.exp2(to_base_2(last_max - shift, self.is_natural), fastmath=True)
             self._raise_max(row_max, correction)
-            P, added = self._compute_P(self._exponents(most, shift), dtype)
+            P, added, largest = self._compute_P(self._exponents(most, shift), dtype)
             store(0, P)
-            others, added_last = self._compute_P(self._exponents([last], shift), dtype)
+            others, added_last, largest = self._compute_P(self._exponents([last], shift), dtype, largest)
             store(len(most), others)
+            self._keep(largest)
             if has_keys:
                 rescale(correction)
             hand_over()
@@ -105,6 +119,12 @@ class RowSoftmax:
     def _raise_max(self, row_max: Float32, correction: Float32) -> None:
         self.row_max[0] = row_max
         self.row_sum[0] *= correction
+        if self.max_P is not None:
+            self.max_P[0] *= correction
+
+    def _keep(self, largest: Int32 | None) -> None:
+        if self.max_P is not None and largest is not None:
+            self.max_P[0] = largest.bitcast(Float32)
 
     def _peak(self, scores: list[Scores], peak: Float32) -> Float32:
         """The largest of the scores and another number."""
@@ -129,9 +149,16 @@ class RowSoftmax:
                     pair = cute.arch.add_packed_f32x2(pair, (first, first))
                 yield cute.arch.fma_packed_f32x2(pair, scale, (-shift, -shift))
 
-    def _compute_P(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
-        """P, in packed pairs, and its sum, always by the same operations, so that the bits are the same."""
+    def _compute_P(
+        self, exponents: Iterable[Pair], dtype: type, largest: Int32 | None = None
+    ) -> tuple[list[Int32], Float32, Int32 | None]:
+        """P, in packed pairs, and its sum, always by the same operations, so that the bits are the same.
+
+        The third result is None, or the bits of the largest of P and ``largest``, which by default is ``max_P``.
+        """
         P, row_sum = [], (Float32(0.0), Float32(0.0))
+        if self.max_P is not None and largest is None:
+            largest = self.max_P[0].bitcast(Int32)
         for pair in exponents:
             if self.polynomial_every and len(P) % self.polynomial_every == self.polynomial_every - 1:
                 low, high = exp2_pair(pair)
@@ -139,7 +166,9 @@ class RowSoftmax:
                 low, high = (cute.math.exp2(x, fastmath=True) for x in pair)
             P.append(pack(low, high, dtype))
             row_sum = cute.arch.add_packed_f32x2(row_sum, (low, high))
-        return P, row_sum[0] + row_sum[1]
+            if largest is not None:
+                largest = larger_P(largest, low, high)
+        return P, row_sum[0] + row_sum[1], largest
 
 
 def _largest(numbers: Iterable[Float32]) -> Float32:

@@ -38,6 +38,7 @@ from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
@@ -56,6 +57,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     hide_by_bits,
     load_row_interval,
     mask_outside_interval,
+    raise_logits,
 )
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
@@ -85,6 +87,9 @@ class ForwardSm90:
         self.transfers = Transfers(config)
         self.row_tables = RowTables(config)
         self.stores_rows = config.group > 1 or config.features.wide
+        features = config.features
+        self.keeps_max_P = features.max_logits and not features.caps_or_biases
+        self.keeps_max_logits = features.max_logits and features.caps_or_biases
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -207,7 +212,8 @@ class ForwardSm90:
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias),
+            softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
+            max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
             scales=scales,
             shared=shared,
             tO=tO,
@@ -233,6 +239,8 @@ class ForwardSm90:
             stage = tile_state.index
             acc_O.fill(0.0)
             work.softmax.reset()
+            if const_expr(self.keeps_max_logits):
+                work.max_logits.fill(-Float32.inf)
             if num_blocks > 0:
                 k_state, v_state = self._mainloop(work, stage, k_state, v_state)
             tile_state.advance()
@@ -394,32 +402,56 @@ class ForwardSm90:
     ) -> None:
         """Computes P from S: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
+        if const_expr(self.keeps_max_logits):
+            scale = work.arguments.numbers.softmax_scale
+            tile = QueryTile.read(c, shared.tiles[None, stage])
+            self._hide(work, entry, self._place(work, tile, entry), edges, scale, seen)
+            raise_logits(work.max_logits, work.acc_S, scale)
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
+        place = None
         if const_expr(edges.left or edges.right or c.features.bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])
-            place = Place(
-                rows=tile.q,
-                columns=tile.k,
-                head=tile.head,
-                batch=tile.batch,
-                first_row=tile.first_query + self.queries * work.warpgroup,
-                first_column=entry.block * c.tile_n,
-                window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
-            )
+            place = self._place(work, tile, entry)
             if const_expr(c.features.bias):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
                 clips = edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
-            if const_expr(edges.left or edges.right):
-                hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
+        self._hide(work, entry, place, edges, work.scales.log2, seen)
+        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
+
+    def _place(self, work: "_Work", tile: QueryTile, entry: Entry) -> Place:
+        """Where a block's scores are."""
+        return Place(
+            rows=tile.q,
+            columns=tile.k,
+            head=tile.head,
+            batch=tile.batch,
+            first_row=tile.first_query + self.queries * work.warpgroup,
+            first_column=entry.block * self.config.tile_n,
+            window=Window.of(self.config.features, work.arguments, tile.q.length, tile.k.length),
+        )
+
+    @cute.jit
+    def _hide(
+        self,
+        work: "_Work",
+        entry: Entry,
+        place: Place | None,
+        edges: cutlass.Constexpr,
+        scale: Float32,
+        seen: cute.Tensor | None,
+    ) -> None:
+        """Masks scores that are yet to be multiplied by ``scale``: edges, bits and intervals."""
+        c = self.config
+        if const_expr(edges.left or edges.right):
+            hide(work.acc_S, work.cS, scale, place, edges, heads_a_row=c.group)
         if const_expr(c.features.listed):
             if entry.code >= 0:
-                hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
+                hide_by_bits(work.acc_S, entry.words, hidden(scale))
         if const_expr(c.features.intervals):
             first_column = entry.block * c.tile_n
-            mask_outside_interval(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(work.scales.log2))
-        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
+            mask_outside_interval(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(scale))
 
     @cute.jit
     def epilogue(self, work: "_Work", stage: Int32) -> None:
@@ -437,6 +469,8 @@ class ForwardSm90:
             sinks = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 sinks[r] = work.arguments.mSink[heads[r]].to(Float32)
+        if const_expr(c.features.max_logits):
+            self._raise_max_logits(work, rows, heads, stop)
         work.softmax.finish(work.acc_O, lse, sinks)
         rO = work.acc_O
         if const_expr(not c.features.wide):
@@ -458,6 +492,23 @@ class ForwardSm90:
                 zero_rows(mO[None, None, head, tile.batch], tile.q.start + first, padding, thread, 128)
                 for i in cutlass.range(thread, padding, 128, unroll=1):
                     mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
+
+    @cute.jit
+    def _raise_max_logits(self, work: "_Work", rows: cutlass.Constexpr, heads: cutlass.Constexpr, stop: Int32) -> None:
+        """Raises the heads' largest logits to those of this thread's rows, of rows before ``stop``."""
+        mMaxLogits, largest = work.arguments.mMaxLogits, -Float32.inf
+        for r in cutlass.range_constexpr(2):
+            logit = work.max_logits[r] if const_expr(self.keeps_max_logits) else work.softmax.max_logit(r)
+            logit = cutlass.select_(rows[r] < stop, logit, -Float32.inf)
+            if const_expr(self.config.group > 1):
+                for lanes in cutlass.range_constexpr(1, 3):
+                    logit = cute.arch.fmax(logit, cute.arch.shuffle_sync_bfly(logit, lanes))
+                if work.thread % 4 == 0:
+                    raise_max_logit(mMaxLogits, heads[r], logit)
+            else:
+                largest = cute.arch.fmax(largest, logit)
+        if const_expr(self.config.group == 1):
+            raise_max_logit_by_warp(mMaxLogits, heads[0], largest)
 
     @cute.jit
     def _store_tile(self, work: "_Work", tile: QueryTile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
@@ -496,6 +547,7 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
+    max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P
     scales: ScoreScales
     shared: Shared
     tO: RowTiles | None

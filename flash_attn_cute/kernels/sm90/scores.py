@@ -28,6 +28,17 @@ def cap(acc_S: cute.Tensor, score_scale: Float32) -> None:
         acc_S[i] = capped(acc_S[i], score_scale)
 
 
+@cute.jit
+def raise_logits(max_logits: cute.Tensor, acc_S: cute.Tensor, scale: Float32) -> None:
+    """Raises numbers of this thread's rows to the largest of their products, times a scale."""
+    scores = rows_and_columns(acc_S)
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        largest = max_logits[r]
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            largest = cute.arch.fmax(largest, scores[r, c] * scale)
+        max_logits[r] = largest
+
+
 class Elements:
     """This thread's elements of a bias, loaded one by one from global memory.
 

@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
+from flash_attn_cute.kernels.common.max_logits import larger_P, logit_of
 from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.softmax import MAX_SUM, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
@@ -32,35 +33,45 @@ class OnlineSoftmax:
 
     ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive). The four
     neighbouring lanes that share a row have the same one; it is -inf while the row has no visible key. ``row_sum`` is
-    this thread's part of the sum of P.
+    this thread's part of the sum of P. ``max_P``, if asked for, is the largest P of this thread's part of a row, as if
+    all had been computed with ``row_max``.
     """
 
-    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool):
+    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool, keeps_max_P: bool = False):
         self.num_rows = num_rows
         self.scale_log2 = scale_log2
         self.is_natural = is_natural
         self.row_max = cute.make_rmem_tensor(num_rows, Float32)
         self.row_sum = cute.make_rmem_tensor(num_rows, Float32)
+        self.max_P = cute.make_rmem_tensor(num_rows, Float32) if keeps_max_P else None
 
     def reset(self) -> None:
         """Resets the state of all rows, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        if self.max_P is not None:
+            self.max_P.fill(0.0)
+
+    def max_logit(self, r: int) -> Float32:
+        """The largest logit of this thread's part of a row, natural; -inf if no key of it is visible."""
+        return logit_of(self.max_P[r], self.row_max[r])
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
         """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
+        max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
         if const_expr(is_first):
-            self._raise_max_and_compute_P(acc_S, rP, sums, None)
+            self._raise_max_and_compute_P(acc_S, rP, sums, max_P, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(acc_S, rP, sums, self.row_max, in_advance=True)
+            self._compute_P(acc_S, rP, sums, max_P, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
-                corrections = self._raise_max_and_compute_P(acc_S, rP, sums, [sums[r] for r in range(self.num_rows)])
+                first_sums = [sums[r] for r in range(self.num_rows)]
+                corrections = self._raise_max_and_compute_P(acc_S, rP, sums, max_P, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -68,10 +79,17 @@ class OnlineSoftmax:
                         out[r, c] = out[r, c] * correction
         for r in cutlass.range_constexpr(self.num_rows):
             self.row_sum[r] += sums[r]
+            if const_expr(self.max_P is not None):
+                self.max_P[r] = max_P[r]
 
     @cute.jit
     def _raise_max_and_compute_P(
-        self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, first_sums: list[Float32] | None
+        self,
+        acc_S: cute.Tensor,
+        rP: cute.Tensor,
+        sums: cute.Tensor,
+        max_P: cute.Tensor | None,
+        first_sums: list[Float32] | None,
     ) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
 
@@ -97,7 +115,9 @@ class OnlineSoftmax:
             corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._compute_P(acc_S, rP, sums, shifts, in_advance=False)
+            if const_expr(self.max_P is not None):
+                self.max_P[r] *= corrections[r]
+        self._compute_P(acc_S, rP, sums, max_P, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -111,10 +131,13 @@ class OnlineSoftmax:
         acc_S: cute.Tensor,
         rP: cute.Tensor,
         sums: cute.Tensor,
+        max_P: cute.Tensor | None,
         shifts: cute.Tensor,
         in_advance: cutlass.Constexpr,
     ) -> None:
         """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
+
+        ``max_P``, if given, becomes what is largest of it and of the P of the blocks before.
 
         The additions are explicitly fused: P of a row has the same bits however often it is computed with the same
         shift.
@@ -133,6 +156,8 @@ class OnlineSoftmax:
             shift = [x * LOG2_E for x in rest]
         shift = [-x for x in shift]
         subtracts = self.is_natural and not in_advance
+        if const_expr(max_P is not None):
+            largest = [self.max_P[r].bitcast(Int32) for r in range(self.num_rows)]
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
@@ -145,8 +170,12 @@ class OnlineSoftmax:
             )
             packed[i] = pack(low, high, rP.element_type)
             total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
+            if const_expr(max_P is not None):
+                largest[r] = larger_P(largest[r], low, high)
         for r in cutlass.range_constexpr(self.num_rows):
             sums[r] = total[r]
+            if const_expr(max_P is not None):
+                max_P[r] = largest[r].bitcast(Float32)
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:

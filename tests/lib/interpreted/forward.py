@@ -12,10 +12,10 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
 from tests.lib import oracle
-from tests.lib.checks import assert_close
+from tests.lib.checks import assert_close, assert_max_logits_close
 from tests.lib.configurations import forward_paired
 from tests.lib.interpreted.common import (
     B200,
@@ -71,8 +71,23 @@ def execute(
     capability: tuple[int, int] = B200,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
+    asked = {"wide": wide}
+    return results_of(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability, asked=asked)[:2]
+
+
+def results_of(
+    call: Call,
+    draw: random.Random,
+    changed: interpreter.Program | None,
+    lagging: interpreter.Lagging | None,
+    *,
+    by_pairs: bool,
+    capability: tuple[int, int],
+    asked: dict[str, bool],
+) -> Results:
+    """All results, of a call of whose spec some fields are changed."""
     inputs, spec = as_given(call)
-    spec = spec._replace(wide=wide)
+    spec = spec._replace(**asked)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
         backend = Interpreted(by_pairs=by_pairs, capability=capability, draw=draw, changed=changed, lagging=lagging)
@@ -87,10 +102,15 @@ def check(
     *,
     by_pairs: bool = False,
     capability: tuple[int, int] = B200,
+    max_logits: bool = False,
 ) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability)
+    asked = {"max_logits": max_logits}
+    results = results_of(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability, asked=asked)
+    out, lse, _ = results
+    if results.max_logits is not None:
+        assert_max_logits_close(results.max_logits, call)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
