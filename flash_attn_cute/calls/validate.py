@@ -52,10 +52,10 @@ def check_options(
     dropout_p: float,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
-    returned = type(return_lse) is type(return_max_logits) is bool
-    if not (type(causal) is type(deterministic) is type(zero_padding) is bool and returned):
-        flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}  # type: ignore[unreachable]
-        _check_flags(flags | {"return_max_logits": return_max_logits, "zero_padding": zero_padding})
+    if not (type(causal) is type(deterministic) is type(zero_padding) is bool):
+        _check_flags({"causal": causal, "deterministic": deterministic, "zero_padding": zero_padding})  # type: ignore[unreachable]
+    if not (type(return_lse) is type(return_max_logits) is bool):
+        _check_flags({"return_lse": return_lse, "return_max_logits": return_max_logits})  # type: ignore[unreachable]
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
     if dropout_p != 0:

@@ -34,13 +34,13 @@ def sharded(x: Tensor, mesh: Any, placements: Any) -> DTensor:
 def results_of(attend: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
     """Out, lse and the gradients of all floating-point tensors."""
     floats = {name: x.requires_grad_() for name, x in tensors.items() if x.is_floating_point()}
-    out, lse = attend(**tensors, **options, return_lse=True)
+    out, lse, max_logits = attend(**tensors, **options, return_lse=True, return_max_logits=True)
     torch.manual_seed(7)
     dout, dlse = (torch.randn(x.shape, dtype=x.dtype) for x in (out, lse))
     if isinstance(out, DTensor):
         dout, dlse = (sharded(g, x.device_mesh, x.placements) for g, x in ((dout, out), (dlse, lse)))
     gradients = torch.autograd.grad([out, lse], list(floats.values()), [dout, dlse])
-    return {"out": out, "lse": lse, **dict(zip(floats, gradients, strict=True))}
+    return {"out": out, "lse": lse, "max_logits": max_logits, **dict(zip(floats, gradients, strict=True))}
 
 
 def assert_sharded(
@@ -75,7 +75,7 @@ def heads_dense() -> None:
     """Groups of heads stay together; sinks, masks and biases go along, and are summed where heads share them."""
     base = leaves(3, 8, 4, packed=False)
     by_heads = dict.fromkeys(DENSE, Shard(2))
-    out = {"out": Shard(2), "lse": Shard(1), **by_heads}
+    out = {"out": Shard(2), "lse": Shard(1), "max_logits": Shard(0), **by_heads}
     assert_sharded(base, {"causal": True, "softcap": 5.0}, by_heads, out)
     extras = {"learnable_sink": torch.randn(8), "bias": torch.randn(8, 6, 9), "mask": torch.rand(3, 8, 6, 9) < 0.7}
     extras = {name: x.double() if x.is_floating_point() else x for name, x in extras.items()}

@@ -164,9 +164,9 @@ def test_compiled_programs(backend: str) -> None:
         return out, max_logits * 2
 
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    assert call.cu_seqlens_q is not None
     for scale in (0.1, 0.3):
-        given = call.q, call.k, call.v, call.cu_seqlens_q, scale
-        out, doubled = compiled(*given)
+        out, doubled = compiled(call.q, call.k, call.v, call.cu_seqlens_q, scale)
         assert not doubled.requires_grad
         assert_max_logits_close(doubled / 2, dataclasses.replace(call, softmax_scale=scale))
         out.sum().backward()

@@ -36,7 +36,8 @@ def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | Non
     tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9)
     right = 0 if call.causal else right
-    numbers = (longest, longest, False, False, call.softmax_scale, left, right, call.softcap, True, True)
+    max_logits = any_scale is not None
+    numbers = (longest, longest, False, False, call.softmax_scale, left, right, call.softcap, True, True, max_logits)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
 

@@ -72,7 +72,8 @@ def execute(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     asked = {"wide": wide}
-    return results_of(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability, asked=asked)[:2]
+    results = results_of(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability, asked=asked)
+    return results.out, results.lse
 
 
 def results_of(
@@ -83,7 +84,7 @@ def results_of(
     *,
     by_pairs: bool,
     capability: tuple[int, int],
-    asked: dict[str, bool],
+    asked: dict[str, Any],
 ) -> Results:
     """All results, of a call of whose spec some fields are changed."""
     inputs, spec = as_given(call)

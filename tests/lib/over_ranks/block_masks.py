@@ -31,8 +31,9 @@ def block_masks() -> None:
     used = [draw.randint(0, length) for length in DOCUMENTS]
     ways: list[dict[str, Any]] = [{"method": "auto"}, {"method": "all_to_all"}]
     ways += [{"group": init_device_mesh("cpu", (1, num_ranks))}, {"group": init_device_mesh("cpu", (num_ranks,))}]
+    masked = {"block_mask": mask, "causal": True}
     for case in (
-        Case(DOCUMENTS, DOCUMENTS, {"block_mask": mask, "causal": True}, sink=True, through_lse=True),
+        Case(DOCUMENTS, DOCUMENTS, masked | {"return_max_logits": True}, sink=True, through_lse=True),
         Case(
             DOCUMENTS, DOCUMENTS, {"block_mask": mask, "deterministic": True}, used, used, d_v=16, nheads=8, nheads_k=8
         ),

@@ -102,8 +102,8 @@ def alone(case: Case, leaves: Leaves) -> dict[str, Tensor]:
     }
     longest = max(case.lengths_q, default=0), max(case.lengths_k, default=0)
     given: dict[str, Any] = {"learnable_sink": leaves.sink, "return_lse": True, **used, **case.options}
-    out, lse = flash_attn_varlen_func(leaves.q, leaves.k, leaves.v, cu_q, cu_k, *longest, **given)
-    return differentiated(case, leaves, out, lse)
+    results = flash_attn_varlen_func(leaves.q, leaves.k, leaves.v, cu_q, cu_k, *longest, **given)
+    return differentiated(case, leaves, *results)
 
 
 def together(
@@ -122,8 +122,7 @@ def together(
     own = Leaves(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), sink, dout, dlse)
     attend: Callable[..., Any] = context_parallel_attn_func if case.dense else context_parallel_attn_varlen_func
     given: dict[str, Any] = {"seqused_q": case.used_q, "seqused_k": case.used_k, "return_lse": True, **case.options}
-    out, lse = attend(q, k, v, sharding, sharding_k, learnable_sink=sink, **given, **where)
-    results = differentiated(case, own, out, lse)
+    results = differentiated(case, own, *attend(q, k, v, sharding, sharding_k, learnable_sink=sink, **given, **where))
     if sink is not None:
         dist.all_reduce(results["dsink"])
     return results
@@ -134,13 +133,19 @@ def own_rows(case: Case, x: Tensor, sharding: Sharding, rank: int) -> Tensor:
     return sharding.shard(x.unflatten(0, (len(case.lengths_q), -1)), rank, 1) if case.dense else sharding.shard(x, rank)
 
 
-def differentiated(case: Case, leaves: Leaves, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """Out and lse, and the gradients of the leaves."""
+def differentiated(
+    case: Case, leaves: Leaves, out: Tensor, lse: Tensor, max_logits: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Out, lse and max_logits, if there are any, and the gradients of the leaves."""
     named = {"dq": leaves.q, "dk": leaves.k, "dv": leaves.v, "dsink": leaves.sink}
     wanted = {name: x for name, x in named.items() if x is not None}
     given = [(out, leaves.dout), (lse, leaves.dlse)] if case.through_lse else [(out, leaves.dout)]
     grads = torch.autograd.grad([x for x, _ in given], list(wanted.values()), [grad for _, grad in given])
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
+    results = {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
+    if max_logits is not None:
+        assert not max_logits.requires_grad
+        results["max_logits"] = max_logits
+    return results
 
 
 def expected_here(
@@ -153,7 +158,7 @@ def expected_here(
         if name == "lse":
             found[name] = own_rows(case, x.transpose(0, 1), of, rank).transpose(-1, -2)
         else:
-            found[name] = x if name == "dsink" else own_rows(case, x, of, rank)
+            found[name] = x if name in ("dsink", "max_logits") else own_rows(case, x, of, rank)
     return found
 
 
@@ -199,19 +204,30 @@ def cases(draw: random.Random) -> Iterator[Case]:
     longer = [length + draw.randint(0, 30) for length in documents]
     yield Case([97], [97], {"causal": True})
     yield Case([64], [64], {})
-    yield Case(documents, documents, {"causal": True}, padding=5)
+    yield Case(documents, documents, {"causal": True, "return_max_logits": True}, padding=5)
     yield Case(documents, longer, {"causal": True}, through_lse=True)
     yield Case(longer, documents, {"causal": True}, sink=True, d_v=16)
-    yield Case(longer, documents, {"softcap": 2.0, "softmax_scale": 0.7}, through_lse=True)
+    softcap = {"softcap": 2.0, "softmax_scale": 0.7, "return_max_logits": True}
+    yield Case(longer, documents, softcap, through_lse=True)
     yield Case(longer, longer, {"causal": True, "window_size": (draw.randint(0, 40), None)}, sink=True)
-    yield Case(longer, longer, {"window_size": (draw.randint(0, 30), draw.randint(0, 30))}, nheads=8, nheads_k=1)
+    window = {"window_size": (draw.randint(0, 30), draw.randint(0, 30)), "return_max_logits": True}
+    yield Case(longer, longer, window, nheads=8, nheads_k=1)
     yield Case(longer, documents, {"window_size": (None, draw.randint(0, 10))}, nheads=8, nheads_k=8, through_lse=True)
     yield Case(documents, longer, {"window_size": (draw.randint(0, 10), None), "deterministic": True})
     used_q, used_k = ([draw.randint(0, length) for length in lengths] for lengths in (documents, longer))
-    yield Case(documents, longer, {"causal": True}, used_q, used_k, sink=True, through_lse=True, padding=3)
+    yield Case(
+        documents,
+        longer,
+        {"causal": True, "return_max_logits": True},
+        used_q,
+        used_k,
+        sink=True,
+        through_lse=True,
+        padding=3,
+    )
     yield Case([50] * 3, [50] * 3, {"causal": True}, dense=True, sink=True, through_lse=True)
-    yield Case([40] * 2, [60] * 2, {"window_size": (9, 3)}, [31, 0], [60, 22], dense=True)
-    yield Case([], [], {"causal": True}, padding=4)
+    yield Case([40] * 2, [60] * 2, {"window_size": (9, 3), "return_max_logits": True}, [31, 0], [60, 22], dense=True)
+    yield Case([], [], {"causal": True, "return_max_logits": True}, padding=4)
     yield Case([0, 3], [0, 3], {"causal": True})
 
 
