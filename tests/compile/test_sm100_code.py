@@ -231,8 +231,10 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
-    # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles.
-    assert not re.search(r"(?<!\.)\b(LDL|STL|RED|REDG|ATOM)\b", sass)
+    # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles; and the largest
+    # logits are raised, which takes a maximum or a minimum.
+    assert not re.search(r"(?<!\.)\b(LDL|STL|ATOM)\b", sass)
+    assert len(re.findall(r"(?<!\.)\b(?:RED|REDG)\b", sass)) == 2 * c.features.max_logits
     assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
     # Scores are read for P in advance, for a maximum, and for P by that, and, 32 columns at a time, to be capped
     # and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
