@@ -7,9 +7,10 @@ what is added to it, the known part is kept: the address of a stage of a ring is
 the shared memory of another CTA of the cluster is the same as in the own one, and knows whose it is.
 """
 
+import functools
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -95,6 +96,7 @@ def resolve(instruction: Instruction) -> Resolved:
 
 
 Reader = Callable[["Thread"], Value | None]  # reads an operand
+Evaluator = Callable[["Thread"], Sequence[Value | None]]  # computes an instruction's results
 
 
 def _reader(instruction: Instruction, operand: Operand) -> Reader:
@@ -118,6 +120,28 @@ def _reader(instruction: Instruction, operand: Operand) -> Reader:
     return lambda thread: thread.values.get(register, undefined)
 
 
+def _evaluator(program: "Program", instruction: Instruction, count: int) -> Evaluator:
+    """Makes what computes so many results of an instruction."""
+    unknown: list[Value | None] = [None] * count
+    op, words = instruction.operation, instruction.parts
+    if op == "elect":
+        return lambda thread: [*unknown[1:], Value(int(thread.number % WARP == 0))]
+    if op == "mov" and instruction.operands[1].marks == "{":
+        halves = [program.reader(instruction, x) for x in instruction.operands[1].parts]
+        return (lambda thread: [_whole(*(read(thread) for read in halves))]) if len(halves) == 2 else lambda _: unknown
+    compute = _computation(op, words)
+    if count == 2 and op == "mov":  # of 64 bits into two registers
+        read_whole = program.reader(instruction, instruction.operands[1])
+        return lambda thread: _halves(read_whole(thread))
+    if count != 1 and op == "shfl":
+        first = program.reader(instruction, instruction.operands[1])
+        return lambda thread: [first(thread), *unknown[1:]]
+    if count != 1 or compute is None:
+        return lambda thread: unknown
+    readers = [program.reader(instruction, x) for x in instruction.operands[1:]]
+    return lambda thread: [compute([read(thread) for read in readers])]
+
+
 class Program:
     """A function, with what all its threads share."""
 
@@ -133,12 +157,21 @@ class Program:
                 self.users[register].append(number)
         self.num_threads = function.num_threads
         self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
+        self._evaluators: dict[int, Evaluator] = {}
 
     def reader(self, instruction: Instruction, operand: Operand) -> Reader:
         """Finds the reader of an operand, which is made once for all threads."""
         found = self._readers.get(id(operand))
         if found is None:
             found = self._readers[id(operand)] = _reader(instruction, operand)
+        return found
+
+    def evaluator(self, number: int) -> Evaluator:
+        """Finds what computes the results of an instruction, which is made once for all threads."""
+        found = self._evaluators.get(number)
+        if found is None:
+            count = len(self.resolved[number].results)
+            found = self._evaluators[number] = _evaluator(self, self.instructions[number], count)
         return found
 
     @cached_property
@@ -205,14 +238,16 @@ class Thread:
                 continue
             self.reached.add(number)
             changed = self._execute(number)
-            guard = self._guard(number)
             next_ones = successors[number]
-            if len(next_ones) == 2 and guard is not None:
-                next_ones = next_ones[:1] if guard else next_ones[1:]
-            elif instructions[number].guard is not None and self.program.resolved[number].guard not in self.values:
-                next_ones = ()  # its predicate has no value yet
-            before = self.next_ones.get(number, ())
-            self.next_ones[number] = tuple(dict.fromkeys((*before, *next_ones)))
+            if instructions[number].guard is not None:
+                guard = self._guard(number)
+                if len(next_ones) == 2 and guard is not None:
+                    next_ones = next_ones[:1] if guard else next_ones[1:]
+                elif self.program.resolved[number].guard not in self.values:
+                    next_ones = ()  # its predicate has no value yet
+            before = self.next_ones.get(number)
+            if before != next_ones:
+                self.next_ones[number] = tuple(dict.fromkeys((*(before or ()), *next_ones)))
             waiting.extend(x for x in next_ones if x not in self.reached)
             for register in changed:
                 waiting.extend(x for x in self.program.users[register] if x in self.reached)
@@ -222,10 +257,8 @@ class Thread:
         results = self.program.resolved[number].results
         if not results or self._guard(number) is False:
             return []
-        instruction = self.program.instructions[number]
-        found = self._results(instruction, len(results))
         changed = []
-        for register, value in zip(results, found, strict=True):
+        for register, value in zip(results, self.program.evaluator(number)(self), strict=True):
             if register in self.values:
                 value = _join(self.values[register], value)
                 if value == self.values[register]:
@@ -236,26 +269,6 @@ class Thread:
             self.values[register] = value
             changed.append(register)
         return changed
-
-    def _results(self, instruction: Instruction, count: int) -> list[Value | None]:
-        unknown: list[Value | None] = [None] * count
-        op, words = instruction.operation, instruction.parts
-        if op == "elect":
-            return [*unknown[1:], Value(int(self.number % WARP == 0))]
-        operands = [self.value(instruction, x) for x in instruction.operands[1:]]
-        if op == "mov" and count == 2 and operands[0] is not None:  # of 64 bits into two registers
-            whole = operands[0]
-            low = Value(whole.number & 0xFFFFFFFF, whole.is_exact, whole.is_shared)
-            return [low, Value(whole.number >> 32 & 0xFFFFFFFF) if whole.is_exact else None]
-        if op == "mov" and instruction.operands[1].marks == "{":
-            halves = [self.value(instruction, x) for x in instruction.operands[1].parts]
-            if len(halves) != 2 or halves[0] is None:
-                return unknown
-            upper = halves[1].number << 32 if halves[1] is not None else 0
-            return [halves[0]._replace(number=halves[0].number | upper)]
-        if count != 1:
-            return [operands[0], *unknown[1:]] if op == "shfl" else unknown
-        return [_compute(op, words, operands)]
 
 
 def _join(a: Value | None, b: Value | None) -> Value | None:
@@ -313,31 +326,58 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 _INTEGERS = {f"{kind}{width}" for kind in "bsu" for width in (16, 32, 64)}
 
 
-def _compute(op: str, words: frozenset[str], operands: list[Value | None]) -> Value | None:
-    """The result of an instruction of integers or predicates; None if it is unknown."""
+Operands = list[Value | None]
+
+
+@functools.cache
+def _computation(op: str, words: frozenset[str]) -> Callable[[Operands], Value | None] | None:
+    """What computes the result of an instruction of integers or predicates; None if it is always unknown."""
     if "pred" in words:
-        return _predicate(op, operands)
-    if op == "setp":
-        return _comparison(words, operands)
-    if op == "selp" and words & _INTEGERS:
-        condition = operands[2]
-        if condition is None or not condition.is_exact:
-            return _join(*operands[:2])
-        return operands[0] if condition.number else operands[1]
+        return functools.partial(_predicate, op)
     if not words & _INTEGERS:
         return None
-    if op == "mapa" and operands[0] is not None:
-        to = operands[1]
-        return operands[0]._replace(rank=to.number if to is not None and to.is_exact else None)
+    if op == "setp":
+        return functools.partial(_comparison, words)
+    if op == "selp":
+        return _selected
+    if op == "mapa":
+        return _mapped
     if op in ("mov", "cvt", "cvta", "shfl"):
-        return operands[0] if not any(word.startswith("f") for word in words) else None
-    if op == "mad" and "hi" not in words:
-        return _add(_binary(operands[0], operands[1], _BINARY["mul"]), operands[2])
-    if op in _BINARY and "hi" not in words:
-        if op in ("mul", "min", "max", "div", "rem") and None in operands:
-            return None
-        return _binary(operands[0], operands[1], _BINARY[op])
-    return None
+        return None if any(word.startswith("f") for word in words) else lambda operands: operands[0]
+    if "hi" in words:
+        return None
+    if op == "mad":
+        return lambda operands: _add(_binary(operands[0], operands[1], _BINARY["mul"]), operands[2])
+    if op not in _BINARY:
+        return None
+    compute, needs_both = _BINARY[op], op in ("mul", "min", "max", "div", "rem")
+    return lambda operands: None if needs_both and None in operands else _binary(operands[0], operands[1], compute)
+
+
+def _whole(low: Value | None, high: Value | None) -> Value | None:
+    """64 bits of two registers."""
+    return None if low is None else low._replace(number=low.number | (high.number << 32 if high is not None else 0))
+
+
+def _halves(whole: Value | None) -> list[Value | None]:
+    """Two registers of 64 bits."""
+    if whole is None:
+        return [None, None]
+    low = Value(whole.number & 0xFFFFFFFF, whole.is_exact, whole.is_shared)
+    return [low, Value(whole.number >> 32 & 0xFFFFFFFF) if whole.is_exact else None]
+
+
+def _selected(operands: Operands) -> Value | None:
+    condition = operands[2]
+    if condition is None or not condition.is_exact:
+        return _join(*operands[:2])
+    return operands[0] if condition.number else operands[1]
+
+
+def _mapped(operands: Operands) -> Value | None:
+    """An address in the shared memory of another CTA."""
+    address, to = operands
+    return address and address._replace(rank=to.number if to is not None and to.is_exact else None)
 
 
 def _predicate(op: str, operands: list[Value | None]) -> Value | None:

@@ -72,7 +72,7 @@ class Operand:
         """All names in it, from left to right."""
         if self.parts:
             return tuple(name for part in self.parts for name in part.names)
-        return (self.text,) if re.match(r"[A-Za-z_$%]", self.text) else ()
+        return (self.text,) if self.text[:1].isalpha() or self.text[:1] in ("_", "$", "%") else ()
 
     @cached_property
     def number(self) -> int | None:
@@ -97,7 +97,7 @@ class Scope:
 
     def holder(self, register: str) -> "Scope | None":
         """The innermost scope that declares a register."""
-        prefix = re.sub(r"\d+$", "", register) + "<"
+        prefix = register.rstrip("0123456789") + "<"
         scope: Scope | None = self
         while scope is not None and register not in scope.registers and prefix not in scope.registers:
             scope = scope.parent
