@@ -231,8 +231,8 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
-    # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles; and the largest
-    # logits are raised, which takes a maximum or a minimum.
+    # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles. The largest
+    # logits are raised by a maximum or a minimum.
     assert not re.search(r"(?<!\.)\b(LDL|STL|ATOM)\b", sass)
     assert len(re.findall(r"(?<!\.)\b(?:RED|REDG)\b", sass)) == 2 * c.features.max_logits
     assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
