@@ -181,14 +181,9 @@ def _either_pass(
 
 
 def _run(passes: Passes, attend: Callable[..., Tensor], leaves: Sequence[Tensor], dout: Tensor) -> Run:
-    """Runs one pass; of a backward pass the forward one is run here, once."""
+    """Runs one pass, in training; of a backward pass the forward one is run here, once."""
     if passes == "forward":
-
-        def forward() -> Results:
-            with torch.no_grad():
-                return {"out": attend(*leaves)}
-
-        return forward
+        return lambda: {"out": attend(*leaves).detach()}
     out = attend(*leaves)
 
     def backward() -> Results:
