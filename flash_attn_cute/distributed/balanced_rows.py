@@ -2,9 +2,13 @@
 
 A pair is a query and a key that it attends to. Sums of pairs have closed forms, so that the cost does not depend on
 the number of rows.
+
+Rows in the order of their cost are dealt from both ends. If layers have several windows, ranks have to be in balance
+under each of them. Rows are then dealt from both ends of strata, in which the costs under all windows grow together.
 """
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ DocumentRows: TypeAlias = tuple[int, int, int]
 
 # Error of the first ranks' summed area that is accepted to save a cut, as a part of one rank's area.
 _TOLERANCE = 0.005
+# Error of a row's cost under one window, as a part of the mean cost of all rows, if it were linear in the summed cost.
+_NONLINEARITY = 0.01
 # Excess of the largest area over the mean that is accepted to save communication.
 _ACCEPTED_IMBALANCE = 0.015
 
@@ -46,7 +52,7 @@ def balanced_rows(
     total: int,
     used_q: Sequence[int],
     used_k: Sequence[int],
-    window: validate.Window,
+    windows: Sequence[validate.Window],
     num_ranks: int,
 ) -> list[list[DocumentRows]]:
     """The rows of each rank, unordered; some of them are empty.
@@ -56,16 +62,17 @@ def balanced_rows(
         total: the rows, padding behind the last document included.
         used_q: the real rows of each document; the others are padding.
         used_k: the real keys of each document.
-        window: (left, right), ``causal`` folded in.
+        windows: (left, right) each, ``causal`` folded in; ranks are in balance under each of them.
         num_ranks: at least 1.
     """
-    padding = list(_padding(offsets, used_q, total))
+    bands = [tuple(Band.of(window, *lengths) for window in windows) for lengths in zip(used_q, used_k, strict=True)]
+    padding = list(_padding(offsets, used_q, total, len(windows)))
     uncut, by_slope = (
-        _assign([*_row_runs(offsets, used_q, used_k, window, by_slope=by_slope), *padding], num_ranks)
+        _assign([*_row_runs(offsets, used_q, used_k, bands, by_slope=by_slope), *padding], num_ranks)
         for by_slope in (False, True)
     )
     # Under a window, runs of rows have fewer neighbours than pairs of rows. Only a document's first rows cost less.
-    accepts_uncut = window[0] is not None and uncut.imbalance <= _ACCEPTED_IMBALANCE
+    accepts_uncut = all(left is not None for left, _ in windows) and uncut.imbalance <= _ACCEPTED_IMBALANCE
     return (uncut if accepts_uncut else by_slope).rows
 
 
@@ -90,7 +97,7 @@ class _RowRun:
     origin: int  # the row of the document's first query
     start: int  # queries of the document
     stop: int
-    band: Band
+    bands: tuple[Band, ...]  # one a window
     length_k: int
     in_pairs: bool  # from both ends inwards: an early row, a late one, the next early one
 
@@ -99,11 +106,20 @@ class _RowRun:
         """The number of rows."""
         return self.stop - self.start
 
-    def area(self, count: int) -> int:
-        """The number of visible pairs of the first ``count`` rows taken."""
+    def areas(self, count: int) -> list[int]:
+        """The number of visible pairs of the first ``count`` rows taken, under each window."""
         early, late = self._split(count)
-        area = self.band.area(self.start, self.start + early, self.length_k)
-        return area + self.band.area(self.stop - late, self.stop, self.length_k) if late else area
+        areas = [band.area(self.start, self.start + early, self.length_k) for band in self.bands]
+        if not late:
+            return areas
+        return [
+            area + band.area(self.stop - late, self.stop, self.length_k)
+            for area, band in zip(areas, self.bands, strict=True)
+        ]
+
+    def costs(self) -> list[float]:
+        """The mean number of a row's visible pairs, under each window."""
+        return [area / self.length for area in self.areas(self.length)]
 
     def rows(self, first: int, last: int) -> Iterable[DocumentRows]:
         """Rows number ``first`` to before ``last`` in the order of taking."""
@@ -117,36 +133,59 @@ class _RowRun:
 
 
 def _row_runs(
-    offsets: Sequence[int], used_q: Sequence[int], used_k: Sequence[int], window: validate.Window, *, by_slope: bool
+    offsets: Sequence[int],
+    used_q: Sequence[int],
+    used_k: Sequence[int],
+    bands: Sequence[tuple[Band, ...]],
+    *,
+    by_slope: bool,
 ) -> Iterable[_RowRun]:
     """One run a document; by slope, runs whose rows, or whose pairs of an early and a late row, cost the same."""
     for document, (origin, length, length_k) in enumerate(zip(offsets[:-1], used_q, used_k, strict=True)):
-        band = Band.of(window, length, length_k)
         edges = {0, length}
         if by_slope:
             # Either end of a query's keys moves with the query while it is between the document's ends.
-            ends = (band.lower, None if band.upper is None else band.upper + 1)
-            corners = {1 - end + shift for end in ends if end is not None for shift in (0, length_k)}
+            ends = [(band.lower, None if band.upper is None else band.upper + 1) for band in bands[document]]
+            corners = {1 - end + shift for pair in ends for end in pair if end is not None for shift in (0, length_k)}
             edges |= {corner for corner in corners if 0 < corner < length}
         for start, stop in itertools.pairwise(sorted(edges)):
-            slopes = band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k)
-            yield _RowRun(document, origin, start, stop, band, length_k, in_pairs=by_slope and slopes)
+            slopes = any(
+                band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k) for band in bands[document]
+            )
+            yield _RowRun(document, origin, start, stop, bands[document], length_k, in_pairs=by_slope and slopes)
 
 
-def _padding(offsets: Sequence[int], used_q: Sequence[int], total: int) -> Iterable[_RowRun]:
+def _padding(offsets: Sequence[int], used_q: Sequence[int], total: int, num_windows: int) -> Iterable[_RowRun]:
     """Runs of rows that no document owns."""
     stops = [start + length for start, length in zip(offsets[:-1], used_q, strict=True)]
+    bands = (Band(None, None),) * num_windows
     for start, stop in zip((0, *stops), (*offsets[:-1], total), strict=True):
-        yield _RowRun(-1, 0, start, stop, Band(None, None), 0, in_pairs=False)
+        yield _RowRun(-1, 0, start, stop, bands, 0, in_pairs=False)
 
 
 class _RunsByCost:
-    """Runs side by side, in ascending order of their mean cost a row."""
+    """Runs side by side, in ascending order of their mean cost a row, which is summed over windows."""
 
     def __init__(self, runs: Iterable[_RowRun]) -> None:
-        self.runs = sorted((run for run in runs if run.length), key=lambda run: run.area(run.length) / run.length)
+        self.runs = sorted((run for run in runs if run.length), key=lambda run: sum(run.costs()))
         self.offsets = (0, *itertools.accumulate(run.length for run in self.runs))
-        self.areas = (0, *itertools.accumulate(run.area(run.length) for run in self.runs))
+        self.areas = (0, *itertools.accumulate(sum(run.areas(run.length)) for run in self.runs))
+
+    def strata(self) -> "list[_RunsByCost]":
+        """These runs in parts, in each of which the cost under any window is linear in the summed cost, nearly."""
+        rows = max(1, self.offsets[-1])
+        each = [run.areas(run.length) for run in self.runs]
+        tolerances = [_NONLINEARITY * sum(areas) / rows for areas in zip(*each, strict=True)]
+        parts: list[list[_RowRun]] = []
+        cone = _Cone([], tolerances)
+        for run in self.runs:
+            costs = run.costs()
+            if parts and cone.narrow(costs):
+                parts[-1].append(run)
+            else:
+                parts.append([run])
+                cone = _Cone(costs, tolerances)
+        return [_RunsByCost(part) for part in parts]
 
     def area(self, first: int, last: int) -> int:
         """The number of visible pairs of rows first .. last in this order."""
@@ -154,7 +193,7 @@ class _RunsByCost:
 
     def _area_before(self, row: int) -> int:
         i = bisect_right(self.offsets, row) - 1
-        return self.areas[i] + (self.runs[i].area(row - self.offsets[i]) if row > self.offsets[i] else 0)
+        return self.areas[i] + (sum(self.runs[i].areas(row - self.offsets[i])) if row > self.offsets[i] else 0)
 
     def run_ends_around(self, row: int) -> tuple[int, int]:
         """The ends of runs before and after a row."""
@@ -170,31 +209,76 @@ class _RunsByCost:
             first, i = stop, i + 1
 
 
+class _Cone:
+    """The lines from one point that come close to all points so far: costs under each window, over their sum."""
+
+    def __init__(self, costs: Sequence[float], tolerances: Sequence[float]) -> None:
+        self._apex, self._tolerances = costs, tolerances
+        self._slopes = [(-math.inf, math.inf)] * len(costs)
+
+    def narrow(self, costs: Sequence[float]) -> bool:
+        """Whether there are lines that come close to another point, too; they are what is left."""
+        across = sum(costs) - sum(self._apex)
+        slopes = []
+        for cost, apex, tolerance, (least, most) in zip(costs, self._apex, self._tolerances, self._slopes, strict=True):
+            if across > 0:
+                least = max(least, (cost - apex - tolerance) / across)
+                most = min(most, (cost - apex + tolerance) / across)
+            elif abs(cost - apex) > tolerance:
+                return False
+            slopes.append((least, most))
+        if any(least > most for least, most in slopes):
+            return False
+        self._slopes = slopes
+        return True
+
+
 class _Assignment(NamedTuple):
-    """The rows of each rank, and the excess of the largest area as a part of the mean."""
+    """The rows of each rank, and the excess of the largest area, under any window, as a part of the mean."""
 
     rows: list[list[DocumentRows]]
     imbalance: float
 
 
-def _assign(runs: Iterable[_RowRun], num_ranks: int) -> _Assignment:
-    """Gives each rank rows from the low-cost end and from the high-cost end.
+def _assign(runs: Sequence[_RowRun], num_ranks: int) -> _Assignment:
+    """Gives each rank its part of every stratum."""
+    rows: list[list[DocumentRows]] = [[] for _ in range(num_ranks)]
+    extra = 0
+    for stratum in _RunsByCost(runs).strata():
+        each, left = divmod(stratum.offsets[-1], num_ranks)
+        # The rows that are left go to the last ranks, then to those before them.
+        counts = [each + ((-1 - rank - extra) % num_ranks < left) for rank in range(num_ranks)]
+        extra += left
+        for own, dealt in zip(rows, _deal(stratum, counts), strict=True):
+            own += dealt
+    return _Assignment(rows, _imbalance(rows, runs))
+
+
+def _imbalance(rows: Sequence[Sequence[DocumentRows]], runs: Iterable[_RowRun]) -> float:
+    found = {run.document: run for run in runs if run.document >= 0}
+    areas = [[0] * len(rows) for _ in next(iter(found.values())).bands] if found else []
+    for rank, own in enumerate(rows):
+        for document, start, stop in own:
+            if document >= 0:
+                run = found[document]
+                for of_window, band in zip(areas, run.bands, strict=True):
+                    of_window[rank] += band.area(start - run.origin, stop - run.origin, run.length_k)
+    return max((max(each) * len(rows) / sum(each) - 1 for each in areas if sum(each)), default=0.0)
+
+
+def _deal(ordered: _RunsByCost, counts: Sequence[int]) -> Iterable[list[DocumentRows]]:
+    """Gives each rank so many rows, some from the low-cost end and some from the high-cost end.
 
     The remaining rows then have the mean cost of all rows, so that the next rank can be served in the same way.
     """
-    ordered = _RunsByCost(runs)
     low, high = 0, ordered.offsets[-1]
-    share = ordered.area(low, high) / num_ranks
-    rows: list[list[DocumentRows]] = []
-    areas: list[int] = []
-    for rank in range(num_ranks):
-        num_rows = (high - low) // (num_ranks - rank)
-        count = _low_cost_rows(ordered, low, high, num_rows, share * (rank + 1) - sum(areas), _TOLERANCE * share)
+    share, area = ordered.area(low, high) / len(counts), 0
+    for rank, num_rows in enumerate(counts):
+        count = _low_cost_rows(ordered, low, high, num_rows, share * (rank + 1) - area, _TOLERANCE * share)
         first, last = low + count, high - num_rows + count
-        rows.append([*ordered.rows(low, first), *ordered.rows(last, high)])
-        areas.append(ordered.area(low, first) + ordered.area(last, high))
+        yield [*ordered.rows(low, first), *ordered.rows(last, high)]
+        area += ordered.area(low, first) + ordered.area(last, high)
         low, high = first, last
-    return _Assignment(rows, max(areas) / share - 1 if share else 0.0)
 
 
 def _low_cost_rows(ordered: _RunsByCost, low: int, high: int, num_rows: int, area: float, tolerance: float) -> int:

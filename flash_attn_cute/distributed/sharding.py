@@ -104,6 +104,7 @@ class Sharding:
         *,
         causal: bool = False,
         window_size: validate.Window = (None, None),
+        window_sizes: Sequence[validate.Window] | None = None,
         seqused_q: Numbers | None = None,
         cu_seqlens_k: Numbers | None = None,
         seqused_k: Numbers | None = None,
@@ -117,12 +118,17 @@ class Sharding:
         One causal sequence alone becomes the usual early and late chunk a rank. Windows that are short for a document,
         and full masks, have it cut into runs of rows, so that only neighbours share it.
 
+        A model whose layers have several windows gives them all. Ranks are then in balance under each of them, so that
+        none waits for another in any layer. That takes a few more cuts: rows are dealt as above within strata, in
+        which their costs under all windows grow together.
+
         Args:
             cu_seqlens: (documents + 1,) offsets of the documents' rows; a tensor on a GPU is waited for, here and
                 below.
             num_ranks: the size of the group.
             causal: of the attention whose cost is balanced, as is what follows.
             window_size: (left, right).
+            window_sizes: in its place, each (left, right) that some layer has, once; causal holds for all of them.
             seqused_q: (documents,) the real rows of each; the others count as padding. The sharding keeps them for
                 calls that give theirs by a tensor on a GPU.
             cu_seqlens_k: (documents + 1,) offsets of the keys; None: they are of the same rows.
@@ -131,7 +137,8 @@ class Sharding:
 
         Raises:
             TypeError: num_ranks or a side of the window is no int.
-            ValueError: num_ranks below 1, offsets that decrease or leave the rows, or a length outside its document.
+            ValueError: num_ranks below 1, offsets that decrease or leave the rows, a length outside its document, or
+                window_sizes that are empty or beside a window_size.
         """
         offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
         num_ranks = _check_num_ranks(num_ranks)
@@ -140,8 +147,15 @@ class Sharding:
         if len(offsets_k) != len(offsets):
             raise ValueError(f"cu_seqlens_k: expected {len(offsets)} offsets, got {len(offsets_k)}")
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
-        window = checked_window(causal, window_size)
-        rows = balanced_rows(offsets, total, used_q, used_k, window, num_ranks)
+        if window_sizes is None:
+            window_sizes = [window_size]
+        elif tuple(window_size) != (None, None) or not window_sizes:
+            raise ValueError(
+                f"window_sizes: expected at least one, and no window_size beside them, got {len(window_sizes)} "
+                f"and window_size {window_size}"
+            )
+        windows = [checked_window(causal, window) for window in window_sizes]
+        rows = balanced_rows(offsets, total, used_q, used_k, windows, num_ranks)
         layout = cls(offsets, total, tuple(_tidy(Segment(*r) for r in of_rank) for of_rank in rows))
         return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 

@@ -30,7 +30,7 @@ from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.spec import Options
 from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
-from tests.lib.over_ranks.all_cases import every_case
+from tests.lib.over_ranks.all_cases import every_case, layers_of_several_windows
 from tests.lib.over_ranks.block_masks import block_masks
 from tests.lib.over_ranks.disagreements import disagreements
 from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
@@ -49,9 +49,10 @@ from tests.lib.over_ranks.programs import (
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
-    1: [every_case, block_masks, operators_are_sound, padded_documents, drawn_calls],
+    1: [every_case, layers_of_several_windows, block_masks, operators_are_sound, padded_documents, drawn_calls],
     2: [
         every_case,
+        layers_of_several_windows,
         block_masks,
         low_precision,
         surroundings,
@@ -64,9 +65,10 @@ ON_RANKS = {
         padded_batch,
         drawn_calls,
     ],
-    3: [every_case, as_precise_as_one, padded_documents, drawn_calls],
+    3: [every_case, layers_of_several_windows, as_precise_as_one, padded_documents, drawn_calls],
     4: [
         every_case,
+        layers_of_several_windows,
         one_part_and_several,
         as_precise_as_one,
         block_masks,

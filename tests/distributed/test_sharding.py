@@ -56,6 +56,51 @@ def test_ranks_have_the_same_rows_and_the_same_area(corpus: str, mask: dict[str,
     assert max(areas) < 1.03 * sum(areas) / num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.parametrize(
+    "windows",
+    [[(1023, 0), (None, 0)], [(None, 0), (127, 0), (8191, 0)], [(500, 500), (None, None)], [(1023, 0), (None, None)]],
+    ids=["window and causal", "two windows and causal", "window and full", "window and full behind"],
+)
+def test_ranks_have_the_same_area_under_each_window(
+    corpus: str, windows: list[tuple[int | None, int | None]], num_ranks: int
+) -> None:
+    """Tokens are dealt once for layers of several windows, in balance under each and under their sum."""
+    sharding = Sharding.balanced(offsets(CORPORA[corpus]), num_ranks, window_sizes=windows)
+    rows = [sharding.num_rows(rank) for rank in range(num_ranks)]
+    assert max(rows) - min(rows) <= 1
+    areas = [[sharding.area(rank, window_size=window) for rank in range(num_ranks)] for window in windows]
+    for each in (*areas, [sum(of_rank) for of_rank in zip(*areas, strict=True)]):
+        assert max(each) < 1.03 * sum(each) / num_ranks
+
+
+def test_one_window_of_several_is_not_enough() -> None:
+    """In balance for full layers alone, ranks wait for each other in those with a window."""
+    cu = offsets(CORPORA["short documents"])
+    alone, both = (Sharding.balanced(cu, 8, **mask) for mask in (CAUSAL, {"window_sizes": [(1023, 0), (None, 0)]}))
+    worst = [
+        8 * max(each) / sum(each)
+        for each in ([x.area(r, window_size=(1023, 0)) for r in range(8)] for x in (alone, both))
+    ]
+    assert worst[0] > 1.1
+    assert worst[1] < 1.01
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_window_that_is_given_twice_changes_nothing(seed: int) -> None:
+    """Nor does one window in a list, nor cuts of short documents, of which there may be fewer than ranks."""
+    draw = random.Random(seed)
+    cu = offsets([draw.choice([0, 1, 5, 17, 60]) for _ in range(6)])
+    window, num_ranks = (draw.choice([None, 0, 9]), draw.choice([None, 0, 20])), draw.choice([1, 2, 3, 5, 8])
+    used = [draw.randint(0, b - a) for a, b in pairwise(cu)]
+    one, *others = (
+        Sharding.balanced(cu, num_ranks, total=cu[-1] + 7, seqused_q=used, **given)
+        for given in ({"window_size": window}, {"window_sizes": [window]}, {"window_sizes": [window] * 2})
+    )
+    assert all(other.segments == one.segments for other in others)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
 def test_most_documents_stay_whole(num_ranks: int) -> None:
     lengths = CORPORA["short documents"]
@@ -212,6 +257,16 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             ValueError,
             "cu_seqlens_k: expected 2 offsets, got 3",
             lambda: Sharding.balanced([0, 4], 2, cu_seqlens_k=[0, 1, 2]),
+        ),
+        (
+            ValueError,
+            "window_sizes: expected at least one, .* got 0 and",
+            lambda: Sharding.balanced([0, 4], 2, window_sizes=[]),
+        ),
+        (
+            ValueError,
+            r"window_sizes: expected .* no window_size beside them, got 1 and window_size \(3, 0\)",
+            lambda: Sharding.balanced([0, 4], 2, window_size=(3, 0), window_sizes=[(None, 0)]),
         ),
         (
             ValueError,

@@ -70,7 +70,7 @@ def unknown(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, 
     options = [argument for argument in arguments if argument.startswith("--")]
     if not options:
         return []
-    tool = arguments[:1] if arguments[0].islower() and arguments[0].isalpha() else []
+    tool = arguments[:1] if re.fullmatch("[a-z]+(-[a-z]+)*", arguments[0]) else []
     monkeypatch.setattr(sys, "argv", [module, *tool, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

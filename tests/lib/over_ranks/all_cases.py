@@ -1,16 +1,15 @@
 """All cases, layouts and methods."""
 
 import random
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_attn_cute.distributed import (
-    rank_of,
-)
-from tests.lib.over_ranks.cases import Case, Leaves, alone, assert_same, cases, expected_here, shardings, together
+from flash_attn_cute.distributed import Sharding, rank_of
+from tests.lib.over_ranks.cases import WAYS, Case, Leaves, alone, assert_same, cases, expected_here, shardings, together
 
 
 def every_case() -> None:
@@ -36,6 +35,22 @@ def every_case() -> None:
                     assert_same(got, expected, (case, layout, way))
                     checked += 1
     assert checked > 100
+
+
+def layers_of_several_windows() -> None:
+    """One layout, in balance under each window, serves them all."""
+    num_ranks, documents = dist.get_world_size(), [70, 3, 230, 0, 41]
+    windows = [(16, 0), (None, 0), (50, 7)]
+    sharding = Sharding.balanced([0, *accumulate(documents)], num_ranks, window_sizes=windows, total=350)
+    for window in windows:
+        case = Case(documents, documents, {"window_size": window}, sink=True, through_lse=True, padding=6)
+        leaves = Leaves.of(case)
+        everything = alone(case, leaves)
+        for way in (*WAYS, {"method": "auto"}):
+            if not refusal(case, num_ranks, way):
+                got = together(case, leaves, sharding, None, **way)
+                expected = expected_here(case, everything, sharding, None, dist.get_rank())
+                assert_same(got, expected, (case, way))
 
 
 def refusal(case: Case, num_ranks: int, way: dict[str, Any]) -> bool:
