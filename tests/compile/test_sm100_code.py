@@ -19,6 +19,7 @@ from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     HEAD_DIMS,
@@ -475,7 +476,7 @@ def test_bias_gradient_sizes(d: int) -> None:
         assert main.ctas_a_tile == 1
         assert d <= c.tile_d
         assert d_v <= c.tile_dv
-        assert c.bytes_shared <= SHARED_MEMORY
+        assert bias_gradient_schedule(c).num_bytes <= SHARED_MEMORY
         firsts = [*map(c.first_S, range(c.score_stages)), c.first_dP, c.first_bias, TENSOR_COLUMNS]
         assert all(b - a >= c.tile_n for a, b in itertools.pairwise(firsts))
         assert COMPUTE_WARPGROUPS * c.registers.compute + 2 * c.registers.others <= 512

@@ -24,6 +24,20 @@ SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
 SHARED_MEMORY = 227 * 1024  # bytes of a CTA
 
 
+@dataclass(frozen=True)
+class Sm100Config:
+    """Fields that every configuration has."""
+
+    architecture: ClassVar[str] = "sm100"
+    pass_name: ClassVar[PassName]
+    reorders_bits: ClassVar[bool] = False  # of a block mask
+
+    target: str  # one of ``TARGETS``
+    dtype: str  # one of ``DTYPES``
+    tile_d: int  # one of ``HEAD_DIMS``
+    features: Features
+
+
 class Registers(NamedTuple):
     """A thread's, by the role of its warpgroup."""
 
@@ -34,19 +48,13 @@ class Registers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(Sm100Config):
     """Configuration of a forward kernel."""
 
-    architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "forward"
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
-    reorders_bits: ClassVar[bool] = False  # of a block mask
 
-    target: str  # one of ``TARGETS``
-    dtype: str  # one of ``DTYPES``
-    tile_d: int  # one of ``HEAD_DIMS``
-    features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     q_parts: int  # of a CTA's queries, with 128 of them and a softmax warpgroup each
     tile_n: int  # keys a block
@@ -246,20 +254,15 @@ class BackwardRegisters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardSizes):
+class BackwardConfig(Sm100Config, BackwardSizes):
     """Configuration of all kernels of a backward pass. A tile of keys is the work of a CTA, or of a pair of CTAs.
 
     Its features are deterministic: what is added to dQ always has an order.
     """
 
-    architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
     counts_additions: ClassVar[bool] = True
 
-    target: str  # one of ``TARGETS``
-    dtype: str  # one of ``DTYPES``
-    tile_d: int  # one of ``HEAD_DIMS``
-    features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     tile_m: int  # queries a block: as many as tensor memory has lanes, or half of them
     # Over the queries that attend to a tile: 1, or 2, of which the first sums dV and the second dK, in the same place.
@@ -549,20 +552,14 @@ class BiasGradientRegisters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BiasGradientConfig:
+class BiasGradientConfig(Sm100Config):
     """Configuration of a bias-gradient kernel."""
 
-    architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "bias_gradient"
-    reorders_bits: ClassVar[bool] = False
     registers: ClassVar[BiasGradientRegisters] = BiasGradientRegisters(compute=208, others=48)
     tile_m: ClassVar[int] = PART_ROWS  # queries a tile
     score_stages: ClassVar[int] = 2  # tiles of scores in tensor memory
 
-    target: str  # one of ``TARGETS``
-    dtype: str  # one of ``DTYPES``
-    tile_d: int  # one of ``HEAD_DIMS``
-    features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     tile_n: int  # keys a tile
     stats_m: int  # queries a block of lse and delta, as the backward pass leaves them
@@ -609,12 +606,8 @@ class BiasGradientConfig:
         """Pieces whose operands are in shared memory."""
         return 2 if self._bytes(2) <= SHARED_MEMORY else 1
 
-    @property
-    def bytes_shared(self) -> int:
-        """Bytes of shared memory, at most: Q, K, dO and V, fields of pieces, and barriers."""
-        return self._bytes(self.stages)
-
     def _bytes(self, stages: int) -> int:
+        """Bytes of shared memory, at most: Q, K, dO and V, fields of pieces, and barriers."""
         return 2 * stages * self.numbers_a_stage + _BARRIERS_AND_PIECES
 
 
@@ -638,7 +631,7 @@ def bias_gradient_config(
     tiles = (
         BiasGradientConfig(target, dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in (128, 64)
     )
-    config = next(tile for tile in tiles if tile.bytes_shared <= SHARED_MEMORY)
+    config = next(tile for tile in tiles if tile._bytes(1) <= SHARED_MEMORY)
     # The sums go through shared memory in the place of operands.
     assert 2 * config.stages * config.numbers_a_stage >= 4 * config.tile_m * (config.tile_n + 1)
     return config

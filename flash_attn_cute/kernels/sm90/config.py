@@ -284,9 +284,9 @@ class BackwardCtaConfig(BackwardConfig):
     @property
     def bias_stages(self) -> int:
         """Tiles of the bias in shared memory."""
-        return 2 if self.bytes_shared(2) <= _SHARED_MEMORY else 1
+        return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
 
-    def bytes_shared(self, bias_stages: int) -> int:
+    def _bytes(self, bias_stages: int) -> int:
         """Bytes of shared memory: K and V, Q and dO, dS in two stages, dQ on its way out, and the bias."""
         keys, queries = (self.k_stages + 1) * self.tile_n, 2 * self.stages * self.tile_m
         sums = 2 * self.num_mma_warpgroups * 64 * self.columns_dQ
@@ -528,11 +528,6 @@ class BiasGradientConfig(Sm90Config):
     def stages(self) -> int:
         """Pieces whose operands are in shared memory."""
         return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
-
-    @property
-    def bytes_shared(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self._bytes(self.stages)
 
     def _bytes(self, stages: int) -> int:
         """Bytes of Q, K, dO and V, of a bias tile, of its warps' sums over queries, and 4 KB for pieces."""
