@@ -245,8 +245,7 @@ class PieceMap:
         tables: Tables | None,
         tma: OperandTiles,
         operands: list[cute.Tensor],
-        qk: Ring,
-        dov: Ring,
+        rings: Any,
         pieces: Pieces,
     ) -> None:
         """Publishes this CTA's pieces and loads their operands, one piece after the other, by one warp.
@@ -256,8 +255,7 @@ class PieceMap:
             tables: of a mask.
             tma: of ``operands``.
             operands: (rows, columns, stage), in the order of ``tma``.
-            qk: what Q and K are filled and emptied by.
-            dov: likewise dO and V.
+            rings: those of the schedule, of which ``qk`` has Q and K, and ``dov`` dO and V.
             pieces: where the pieces are published.
         """
         c = self.config
@@ -279,11 +277,10 @@ class PieceMap:
                 pieces.ring.arrive(i // 32)  # to all others
             p = pieces.read(i)
             if p.seen:
-                for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
+                for j, ring in enumerate((rings.qk, rings.dov)):
                     ring.wait_empty(step)  # these operands are read no more
                     with cute.arch.elect_one():
-                        num_bytes = 2 * (c.tile_m + c.tile_n) * columns
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+                        ring.announce(step)
                     stage = ring.stage(step)
                     for t, sX, head, rows, first in (
                         (tma[2 * j], operands[2 * j], p.head, p.q, p.first_query),

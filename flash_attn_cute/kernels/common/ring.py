@@ -100,7 +100,7 @@ class Ring:
 
 
 class LedRing(Ring):
-    """A ring of several CTAs whose barriers are those of the cluster's first CTA."""
+    """A ring of a pair of CTAs with the leader's barriers: warps of both arrive there, and bytes of TMA of both."""
 
     @cute.jit
     def arrive(self, step: Int32) -> None:

@@ -1,5 +1,6 @@
 """Shared memory of a kernel, as its schedule describes it (``kernels.schedule``)."""
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,10 @@ class SharedMemory:
         first = self.schedule.barriers[f"{name}.full"].start // BARRIER_BYTES
         return kind(storage.barriers.data_ptr() + first, pipeline.stages, pipeline.num_bytes)
 
-    def rings(self, storage: Any) -> dict[str, Ring | None]:
-        """All rings by name; None for those that the configuration does without."""
-        return {x.name: self.ring(storage, x.name) if x.stages else None for x in self.schedule.pipelines}
+    def rings(self, storage: Any) -> Any:
+        """A named tuple of the rings of all pipelines; None for those that the configuration does without."""
+        rings = {x.name: self.ring(storage, x.name) if x.stages else None for x in self.schedule.pipelines}
+        return namedtuple("Rings", rings)(**rings)
 
     def init(self, storage: Any, *names: str) -> None:
         """Initialises the mbarriers of pipelines, or of all, by one thread, before any role starts."""

@@ -24,8 +24,6 @@ Products are done in the order in which they were issued, and a commit arrives w
   - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
     rescales O before a block that it has seen a key in, which is a later one.
 
-Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
-
 P and row_max are in ``softmax``. Masks of windows and sequence ends are applied only in blocks that an edge crosses for
 the part (``Blocks``). Where a block is empty for a part, its P is zero without its scores being read.
 
@@ -64,9 +62,8 @@ from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.config import MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP, ForwardConfig
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_WARP, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
@@ -125,12 +122,12 @@ class ForwardSm100:
             O=tiled_mma(dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(group), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = self.memory.stage_layouts("sQ", "sK", "sV", "sO")
+        row_tiles = self.memory.row_tiles
         tma = Tma(
-            Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
-            K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.columns_shared), packed),
-            O=None if const_expr(c.features.wide) else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
+            Q=row_tiles(load, "sQ", mQ, packed),
+            K=row_tiles(load, "sK", mK, packed),
+            V=row_tiles(load, "sV", mV, packed),
+            O=None if const_expr(c.features.wide) else row_tiles(store, "sO", mO, packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)

@@ -18,11 +18,7 @@ Products, by which halves a CTA r has (rows are ``left``'s and the sum's, column
     O += P V      128 queries x d_v          P: 128 queries, tensor memory    V: 128 keys x columns r
 One descriptor serves both CTAs: the same operand lies at the same place in both.
 
-Barriers at which warps of both CTAs arrive count in the leader alone. So do those of TMA: copies of both CTAs bring
-their bytes to the leader's barrier, which expects all of them. All others are a CTA's own; commits arrive in both.
-
-The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one
-arrives at the other's barriers. The last commit is that of the last V: producers wait for it, each in its CTA.
+The last commit is that of the last V: producers wait for it, each in its CTA.
 """
 
 from typing import Any

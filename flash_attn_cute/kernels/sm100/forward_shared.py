@@ -4,31 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS
+from flash_attn_cute.kernels.sm100.tensor_memory import Held
 
 
 @dataclass(frozen=True)
-class Rings:
-    """Pipelines of the schedule, by name."""
-
-    tiles: Ring
-    q: Ring
-    k: Ring
-    v: Ring
-    scores: Ring
-    p: Ring
-    outputs: Ring
-    stats: Ring
-    added: Ring | None
-    entries: Ring | None
-
-
-@dataclass(frozen=True)
-class Shared:
+class Shared(Held):
     """Shared memory and what guards it."""
 
     sQ: cute.Tensor
@@ -39,20 +23,15 @@ class Shared:
     entries: cute.Tensor | None
     iterator: cute.Tensor | None
     stats: cute.Tensor
-    rings: Rings
-    holder: cute.Pointer  # of where tensor memory begins
+    rings: Any  # those of the schedule, by name
+    holder: cute.Pointer
 
     @classmethod
     def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> "Shared":
         """Shared memory of a CTA, on the device, with more fields of a subclass."""
         names = ("sQ", "sK", "sV", "sO", "tiles", "entries", "iterator", "stats")
-        rings = Rings(**memory.rings(storage))
+        rings = memory.rings(storage)
         return cls(**memory.tensors(storage, *names), rings=rings, holder=storage.holder.data_ptr(), **more)
-
-    @property
-    def tensor_memory(self) -> cute.Pointer:
-        """Where it begins, read every time: one register for all roles would live too long."""
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
 
     def piece_of_O(self, part: Int32, piece: int, number: Int32) -> cute.Tensor:
         """Where 64 columns of a part's O are put, (128, 64); ``number`` counts what has been put so far."""

@@ -1,4 +1,8 @@
-"""How every kernel begins and ends: its threads, the warps that do so, barriers, and all of tensor memory."""
+"""How every kernel begins and ends: its threads, the warps that do so, barriers, and all of tensor memory.
+
+The mma warp allocates tensor memory ahead of a CTA's first barrier, and frees it behind the last. CTAs of a pair meet
+before both: one writes to the other's shared memory and arrives at its barriers.
+"""
 
 import cutlass
 import cutlass.cute as cute

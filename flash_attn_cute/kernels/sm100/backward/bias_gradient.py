@@ -26,34 +26,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
-from flash_attn_cute.kernels.common.bias_pieces import (
-    OperandTiles,
-    Owner,
-    Piece,
-    PieceMap,
-    Pieces,
-    PieceTables,
-    Tables,
-    partial_sums_of,
-    stats_of,
-)
+from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
+from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import OPERANDS, bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, PRODUCER_WARP, BiasGradientConfig
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, BiasGradientConfig
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled_by, tiled_mma
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
@@ -63,73 +50,30 @@ from flash_attn_cute.kernels.sm100.scores import (
     hide_in_memory,
 )
 
-_THREADS = 128 * COMPUTE_WARPGROUPS  # that compute
 _BARRIER_TILE = 1  # named, of compute warps; 0 is the whole CTA's
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 @dataclass(frozen=True)
-class _Rings:
-    """Pipelines of the schedule, by name."""
-
-    pieces: Ring
-    qk: Ring
-    dov: Ring
-    scores: Ring
-    dp: Ring
-
-
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(tensor_memory.Held):
     """Shared memory, and what guards it."""
 
     operands: list[cute.Tensor]  # (rows, columns, stage), in the order of ``OperandTiles``
     tile: cute.Tensor  # (query, key), in their place
     pieces: Pieces
-    rings: _Rings
-    holder: cute.Pointer  # of where tensor memory begins
-
-    @property
-    def tensor_memory(self) -> cute.Pointer:
-        """Address of the first column of tensor memory."""
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+    rings: Any  # those of the schedule, by name
+    holder: cute.Pointer
 
 
-class BiasGradientSm100:
+class BiasGradientSm100(BiasGradientKernel):
     """The kernel of one configuration."""
 
     def __init__(self, config: BiasGradientConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = bias_gradient_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
-        self.map = PieceMap(config)
-        self.tables = PieceTables(config, self.map)
+        super().__init__(config, bias_gradient_schedule(config), swizzled_by)
 
-    @cute.jit
-    def __call__(self, a: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, and if tiles are split the one that adds up their parts."""
-        c, dtype, packed = self.config, self.dtype, self.config.features.packed
-        tensors = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mdO, a.mV))
-        mma = tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma = OperandTiles(
-            *(
-                make_row_tiles(load, x, sX, shape, packed)
-                for x, sX, shape in zip(tensors, self.memory.stage_layouts(*OPERANDS), c.operands, strict=True)
-            )
-        )
-        self.Storage = self.memory.struct()
-        numbers = a.numbers
-        mStats = stats_of(c, a)
-        scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
-        tables, ctas = self.tables(a, stream), self.map.num_owners(a)
-        partial_sums = partial_sums_of(c, a, ctas, _THREADS)
-        self.kernel(mma, tma, a, tables, mStats, partial_sums, scales).launch(
-            grid=[ctas * numbers.splits, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
-        )
-        if const_expr(c.split):
-            self.add_up(a, partial_sums).launch(grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+    def mma(self) -> cute.TiledMma:
+        """See ``BiasGradientKernel``."""
+        return tiled_mma(self.dtype, OperandMajorMode.K, self.config.tile_n, tcgen05.OperandSource.SMEM)
 
     @cute.kernel
     def kernel(
@@ -156,17 +100,16 @@ class BiasGradientSm100:
         else:
             set_registers(mma_role.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
-                self.mma(a, mma, shared)
+                self.multiply(a, mma, shared)
             elif warp_idx == PRODUCER_WARP:
-                rings = shared.rings
-                self.map.load(a, tables, tma, shared.operands, rings.qk, rings.dov, shared.pieces)
+                self.map.load(a, tables, tma, shared.operands, shared.rings, shared.pieces)
         frame.end(shared, warp_idx)
 
     def _shared(self, storage: Any) -> _Shared:
         """Shared memory of the CTA."""
-        rings = _Rings(**self.memory.rings(storage))
+        rings = self.memory.rings(storage)
         return _Shared(
-            operands=list(self.memory.tensors(storage, *OPERANDS).values()),
+            operands=list(self.memory.tensors(storage, *PIECE_OPERANDS).values()),
             tile=self._tile(cute.recast_ptr(storage.sQ.data_ptr(), dtype=Float32)),
             pieces=Pieces.at(rings.pieces, storage.pieces, self.config.features.packed),
             rings=rings,
@@ -179,7 +122,7 @@ class BiasGradientSm100:
         return cute.make_tensor(place, cute.make_layout((c.tile_m, c.tile_n), stride=(c.tile_n + 1, 1)))
 
     @cute.jit
-    def mma(self, a: BiasGradientArguments, mma: cute.TiledMma, shared: _Shared) -> None:
+    def multiply(self, a: BiasGradientArguments, mma: cute.TiledMma, shared: _Shared) -> None:
         """One warp: issues all products."""
         c, rings, pieces, own = self.config, shared.rings, shared.pieces, mma.get_slice(0)
         Q, K, dO, V = (
@@ -235,9 +178,7 @@ class BiasGradientSm100:
                 step += 1
             shared.pieces.release(i)
         if const_expr(c.split):
-            fours = cute.make_tensor(sums.iterator, cute.make_layout((4, c.keys // 4)))
-            for i in cutlass.range_constexpr(c.keys // 4):
-                cute.autovec_copy(fours[None, i], partial_sums[Int64(cute.arch.block_idx()[0]), i, thread, None])
+            self.leave_sums(sums, partial_sums, thread)
         else:
             self._write(a, owner, sums, shared.tile, thread)
 
@@ -327,14 +268,7 @@ class BiasGradientSm100:
         """Sums of CTAs that share a tile, in their order, and writes it."""
         c, thread = self.config, cute.arch.thread_idx()[0]
         sums = cute.make_rmem_tensor(c.keys, Float32)
-        sums.fill(0.0)
-        four = cute.make_rmem_tensor(4, Float32)
-        for split in cutlass.range(a.numbers.splits, unroll=1):
-            part = partial_sums[Int64(split * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]), None, thread, None]
-            for i in cutlass.range_constexpr(c.keys // 4):
-                cute.autovec_copy(part[i, None], four)
-                for j in cutlass.range_constexpr(4):
-                    sums[4 * i + j] = sums[4 * i + j] + four[j]
+        self.gather_sums(a, sums, partial_sums, thread)
         layout = cute.make_layout(c.tile_m * (c.tile_n + 1))
         place = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout)
         self._write(a, self.map.owner(a), sums, self._tile(place.iterator), thread)
@@ -373,14 +307,14 @@ class BiasGradientSm100:
                 gX[0, thread] = total.to(mdBias.element_type)
         else:
             warp = opaque(thread // 32)  # or its register is the loop's, and the lint knows warps no more
-            for i in cutlass.range(warp, cutlass.min(last_row - first_row, c.tile_m), _THREADS // 32):
+            for i in cutlass.range(warp, cutlass.min(last_row - first_row, c.tile_m), self.threads // 32):
                 for j in cutlass.range(thread % 32, num_keys, 32):
                     gX[first_row + i, j] = tile[i, j].to(mdBias.element_type)
 
     def _meet(self) -> None:
         """All threads that compute, to see what they have put where TMA wrote and the tensor cores read."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER_TILE, number_of_threads=_THREADS)
+        cute.arch.barrier(barrier_id=_BARRIER_TILE, number_of_threads=self.threads)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """The schedule of the bias-gradient kernel (``bias_gradient``): roles, pipelines, memory and steps."""
 
 from flash_attn_cute.kernels.schedule import (
+    PIECE_BATCH,
     PIECE_FIELDS,
+    PIECE_OPERANDS,
     PIECE_STAGES,
     Buffer,
     Columns,
@@ -22,9 +24,6 @@ from flash_attn_cute.kernels.sm100.config import (
     WARPS,
     BiasGradientConfig,
 )
-
-OPERANDS = ("sQ", "sK", "sdO", "sV")
-_BATCH = 32  # pieces that are published together
 
 _STEPS = (
     Step("producer", "pieces.empty", "publishes 32 pieces, a lane each", "pieces.full"),
@@ -79,10 +78,10 @@ def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
         ),
         shared=(
             Buffer("holder", (1,), "address of tensor memory", "int32"),
-            Buffer("pieces", (PIECE_FIELDS, _BATCH, PIECE_STAGES), "field, piece, stage", "int32"),
+            Buffer("pieces", (PIECE_FIELDS, PIECE_BATCH, PIECE_STAGES), "field, piece, stage", "int32"),
             *(
                 Buffer(name, (*shape, c.stages), "row, column, stage", align=1024, swizzle=shape[1])
-                for name, shape in zip(OPERANDS, c.operands, strict=True)
+                for name, shape in zip(PIECE_OPERANDS, c.operands, strict=True)
             ),
         ),
         steps=_STEPS,

@@ -23,7 +23,6 @@ One copy of K, V, Q and dO serves all products: rows of 64 columns in shared mem
 P (16 bits, so half as many columns) takes the place of S in tensor memory, and dS that of dP: those of each warpgroup
 the first half of its own columns, half of all, so that no warpgroup waits for the other.
 
-Pipelines are ``Ring``s, whose steps go on counting from tile to tile. A warp arrives once, behind ``__syncwarp``.
 Pieces of dQ have two places, and each adding warp has barriers of its own, because a warp that waits must not miss two
 phases of a barrier. Where dQ is transposed, a piece is 32 queries of 64 columns.
 
@@ -35,8 +34,6 @@ they were issued, and a commit arrives when all before it are done. Hence:
   - Where dQ lies in the place of dP, the mma warp waits for the drain before dP(t + 1), and else before dQ(t + 1).
   - dV and dK of a tile's first step overwrite, when compute warps have read those of the last tile.
 dV leaves through the place of V, which is not needed behind the last dP, and dK through that of K, behind the last dQ.
-
-Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 Windows and ends are looked at only in steps that an edge crosses. Under a mask the mainloop goes over lists of blocks
 of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps
@@ -56,13 +53,12 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, pack, set_registers
+from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
-from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_fully_masked_keys
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, rounds_a_tile, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
@@ -86,45 +82,24 @@ _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole C
 DV, DK = 0, 1  # which of a tile's results
 
 
-class BackwardCtaSm100:
-    """The backward kernel of one configuration."""
+class BackwardCtaSm100(BackwardKernel):
+    """The backward kernel of one configuration: persistent CTAs."""
 
     def __init__(self, config: BackwardConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = backward_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
+        super().__init__(config, backward_schedule(config), swizzled_by)
         self.transfers = Transfers(config)
         self.scores = Scores(config)
 
-    @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel over all SMs."""
-        c, ctas, packed = self.config, self.config.ctas_a_tile, self.config.features.packed
-        mdK, mdV = (rows_first(x, packed) for x in (a.mdK, a.mdV))
-        self.Storage = self.memory.struct()
-        mmas, tma = Mmas.of(c), self._tma(a, mdK, mdV)
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        clusters = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // ctas)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[ctas * clusters, 1, 1],
-            block=[frame.THREADS, 1, 1],
-            cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+    def mmas(self) -> Mmas:
+        """See ``BackwardKernel``."""
+        return Mmas.of(self.config)
 
-    def _tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        """Tiles of the tensors."""
-        c, packed = self.config, self.config.features.packed
-        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
-        sK, sV, sQ, sdO = self.memory.stage_layouts("sK", "sV", "sQ", "sdO")
-        load = cpasync.CopyBulkTensorTileG2SOp()
+    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
+        """See ``BackwardKernel``."""
+        packed, load = self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
+        tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
         return BackwardTiles(
-            Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
-            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_dv), packed),
-            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
+            **{n: self.memory.row_tiles(load, f"s{n}", rows_first(x, packed), packed) for n, x in tensors.items()},
             **self._tiles_out(mdK, mdV),
         )
 
@@ -151,7 +126,7 @@ class BackwardCtaSm100:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
-        c, f = self.config, self.config.features
+        c = self.config
         drain, compute, mma, adding = map(self.schedule.role, ("drain", "compute", "mma", "adding"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
@@ -161,12 +136,14 @@ class BackwardCtaSm100:
         if warp_idx < drain.warps.stop:
             set_registers(drain.registers, frame.THREADS)
             self.transfers.drain(a, shared, thread)
-            if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is attended to
+            if const_expr(c.features.may_mask_keys):
                 index, num, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], len(drain.warps)
                 zero_fully_masked_keys(c, a, ws, mdK, mdV, warps * index + warp_idx, warps * num)
         elif warp_idx < compute.warps.stop:
             set_registers(compute.registers, frame.THREADS)
-            self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
+            warpgroup = warp_idx // 4 - 1
+            address = tensor_memory.row_address(shared.tensor_memory, thread)
+            self.compute(Work(a, shared, scales, warpgroup, thread, address, ws, tma))
             rounding = partial(round_block, parts=c.ctas_a_tile)
             if const_expr(c.transposes_dQ):
                 rounding = partial(round_transposed, part_columns=c.piece_lanes)
@@ -239,20 +216,9 @@ class BackwardCtaSm100:
             commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
 
     @cute.jit
-    def compute(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        tma: BackwardTiles,
-        shared: Shared,
-        scales: ScoreScales,
-        warpgroup: Int32,
-        thread: Int32,
-    ) -> None:
+    def compute(self, work: Work) -> None:
         """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
-        c = self.config
-        address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
+        c, a, shared = self.config, work.arguments, work.shared
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_blocks = shared.tile(c, a, tile_idx).blocks.num
@@ -260,7 +226,7 @@ class BackwardCtaSm100:
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._step(work, tile_idx, nth, i, step)
                     step += 1
-            self._put_out(work, ws, tma, tile_idx)
+            self._put_out(work, tile_idx)
             shared.tiles.release(tile_idx)  # to the producer
             tile_idx += 1
 
@@ -273,38 +239,23 @@ class BackwardCtaSm100:
         self.scores.compute_dS(work, P, block, step, work.shared.rings.dp, step, c.first_dP)
 
     @cute.jit
-    def _put_out(
-        self,
-        work: Work,
-        ws: Workspace,
-        tma: BackwardTiles,
-        tile_idx: Int32,
-        results: cutlass.Constexpr = (DV, DK),
-    ) -> None:
+    def _put_out(self, work: Work, tile_idx: Int32, results: cutlass.Constexpr = (DV, DK)) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.reload_tile(c, a, tile_idx)
         is_last, tiles_before, is_first = tile.is_last, tile.tiles_before, Boolean(True)
         if const_expr(c.features.grouped):
             part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.num_passes * shared.rank)
-            semaphore = semaphores.at(ws.mSemaphoresK, part, tile.head_k, tile.block)
+            semaphore = semaphores.at(work.workspace.mSemaphoresK, part, tile.head_k, tile.block)
             if not is_last or tiles_before > 0:
                 is_first = tile.wait_turn(c, semaphore, barrier)
-        self._pieces(work, ws, tma, tile_idx, is_first, results)
+        self._pieces(work, tile_idx, is_first, results)
         if const_expr(c.features.grouped):
             if not is_last:
                 semaphores.signal_as_warpgroup(semaphore, barrier)
 
     @cute.jit
-    def _pieces(
-        self,
-        work: Work,
-        ws: Workspace,
-        tma: BackwardTiles,
-        tile_idx: Int32,
-        is_first: Boolean,
-        results: cutlass.Constexpr,
-    ) -> None:
+    def _pieces(self, work: Work, tile_idx: Int32, is_first: Boolean, results: cutlass.Constexpr) -> None:
         """Stores pieces of 64 columns of dV or dK, a warpgroup every other one.
 
         Of an odd number of pieces the first one of dV is the first warpgroup's, and that of dK the second one's.
@@ -315,9 +266,9 @@ class BackwardCtaSm100:
             odd = num % COMPUTE_WARPGROUPS
             if const_expr(odd):
                 if work.warpgroup == which:
-                    self._piece(work, ws, tma, tile_idx, which, Int32(0), num == 1, is_first)
+                    self._piece(work, tile_idx, which, Int32(0), num == 1, is_first)
             for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
-                self._piece(work, ws, tma, tile_idx, which, first + work.warpgroup, first + 2 == num, is_first)
+                self._piece(work, tile_idx, which, first + work.warpgroup, first + 2 == num, is_first)
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for which in results:
@@ -332,8 +283,6 @@ class BackwardCtaSm100:
     def _piece(
         self,
         work: Work,
-        ws: Workspace,
-        tma: BackwardTiles,
         tile_idx: Int32,
         which: cutlass.Constexpr,
         piece: Int32,
@@ -341,7 +290,7 @@ class BackwardCtaSm100:
         is_first: Boolean,
     ) -> None:
         """A piece of dV or dK, this warpgroup's last one or not."""
-        c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
+        c, a, shared, rings, tma = self.config, work.arguments, work.shared, work.shared.rings, work.tma
         ring, first, t = ((rings.dv, c.first_dV, tma.dV), (rings.dk, c.first_dK, tma.dK))[which]
         sX, kv = self._ways_out(shared)[which]
         sX = cute.local_tile(sX[None, None, kv.stage(tile_idx)], (PART_ROWS, O_COLUMNS), (0, piece))
@@ -357,7 +306,7 @@ class BackwardCtaSm100:
                 acc[j] = numbers[j] * scale
             if const_expr(c.features.grouped):
                 # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
-                block = ws.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
+                block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
                 columns_before = c.tile_d * shared.rank + O_COLUMNS * piece + column
                 place = cute.domain_offset((columns_before * PART_ROWS,), block)
                 sums = by_fours(place.iterator, COLUMNS)

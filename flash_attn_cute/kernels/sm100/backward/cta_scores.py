@@ -26,13 +26,11 @@ from flash_attn_cute.kernels.common.key_tiles import KeyTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.tma import BackwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
-from flash_attn_cute.kernels.sm100.config import (
-    COMPUTE_WARPGROUPS,
-    PART_ROWS,
-    BackwardConfig,
-)
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS, BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import write_row
 from flash_attn_cute.kernels.sm100.scores import (
     BiasColumn,
@@ -59,7 +57,8 @@ class Work:
     warpgroup: Int32
     thread: Int32  # of the warpgroup: its key
     address: Int32  # of this thread's row in tensor memory
-    bits: cute.Tensor | None  # of a mask
+    workspace: Workspace
+    tma: BackwardTiles
 
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""
@@ -196,7 +195,7 @@ class Scores:
         """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
         c = self.config
         m_block, code = block.entry[:2]
-        words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
+        words, is_cut = words_of(work.workspace.mBits, code, work.warpgroup, work.thread), code >= 0
         if const_expr(c.features.intervals):
             tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
             first_query = m_block * c.tile_m + c.queries * work.warpgroup

@@ -3,55 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from flash_attn_cute.kernels.common.key_tiles import WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
 from flash_attn_cute.kernels.sm100.config import DQ_STAGES, BackwardConfig
-
-
-@dataclass(frozen=True)
-class Rings:
-    """Pipelines of the schedule, by name; None for those that a configuration does without."""
-
-    tiles: Ring
-    k: Ring
-    v: Ring
-    q: Ring
-    do: Ring
-    scores: Ring
-    dp: Ring | None
-    dq: Ring
-    pieces_even: Ring  # of even steps; the others are behind
-    pieces_odd: Ring
-    dv: Ring
-    dk: Ring
-    # Under a mask.
-    entries: Ring | None
-    turns: Ring | None
-    # Of a pair.
-    k_columns: Ring | None
-    q_columns: Ring | None
-    do_columns: Ring | None
-    p: Ring | None
-    exchange: Ring | None
-    stats: Ring | None
-    keys: Ring | None
-
-    def pieces(self, step: Int32) -> Ring:
-        """Ring of dQ's pieces for the adding warp that has the step. Each adding warp has every other step."""
-        return Ring(self.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
-
-    @cute.jit
-    def put_out(self, config: cutlass.Constexpr, step: Int32, i: cutlass.Constexpr) -> None:
-        """By a drain warp: a step's i-th piece of dQ is there."""
-        for which, ring in enumerate((self.pieces_even, self.pieces_odd)):
-            if step % ADDING_WARPS == which:
-                ring.arrive(piece_number(config, step, i))  # to the adding warp whose step it is
+from flash_attn_cute.kernels.sm100.tensor_memory import Held
 
 
 def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
@@ -84,7 +44,7 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class Shared(WorkTileBroadcast):
+class Shared(WorkTileBroadcast, Held):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor
@@ -97,8 +57,8 @@ class Shared(WorkTileBroadcast):
     dQ: cute.Tensor
     tile_fields: cute.Tensor
     tiles: Ring
-    rings: Rings
-    holder: cute.Pointer  # of where tensor memory begins
+    rings: Any  # those of the schedule, by name
+    holder: cute.Pointer
     # Under a mask, a step's block of queries, its code and, with a bias, the head, to compute warps; and which block of
     # dQ, counted over all heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
     entries: StepInfo | None
@@ -109,7 +69,7 @@ class Shared(WorkTileBroadcast):
     @classmethod
     def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> "Shared":
         """Shared memory of a CTA, on the device, with more fields of a subclass."""
-        rings = Rings(**memory.rings(storage))
+        rings = memory.rings(storage)
         infos = memory.tensors(storage, "entries", "turns")
         return cls(
             **memory.tensors(storage, "sK", "sV", "sQ", "sdO", "sdS", "lse", "delta", "dQ", "tile_fields"),
@@ -120,7 +80,6 @@ class Shared(WorkTileBroadcast):
             **more,
         )
 
-    @property
-    def tensor_memory(self) -> cute.Pointer:
-        """Where it begins, read every time: one register for all roles would live too long."""
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+    def pieces(self, step: Int32) -> Ring:
+        """Ring of dQ's pieces for the adding warp that has the step. Each adding warp has every other step."""
+        return Ring(self.rings.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)

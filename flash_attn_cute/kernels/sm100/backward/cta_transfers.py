@@ -18,7 +18,7 @@ from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
-from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, piece_number
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, put
 from flash_attn_cute.kernels.sm100.config import DQ_STAGES, PART_ROWS, BackwardConfig
 
@@ -152,10 +152,12 @@ class Transfers:
                     tensor_memory.before_sync()
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
-                        self._await_place(rings, step, i)
+                        self._await_place(shared, step, i)
                         self._put(shared, numbers, part, i, thread)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        rings.put_out(c, step, i)
+                        for which, ring in enumerate((rings.pieces_even, rings.pieces_odd)):
+                            if step % ADDING_WARPS == which:
+                                ring.arrive(piece_number(c, step, i))  # to the adding warp whose step it is
                 step += 1
             tile_idx += 1
 
@@ -189,13 +191,13 @@ class Transfers:
         else:
             put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
 
-    def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
+    def _await_place(self, shared: Shared, step: Int32, i: int) -> None:
         """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
 
         The next step is of the same adding warp as the last one, and of its pieces the i-th is to follow on that one.
         """
         owner = step if i >= DQ_STAGES else step + 1
-        rings.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
+        shared.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
 
     @cute.jit
     def add(self, a: BackwardArguments, ws: Workspace, shared: Shared, which: Int32) -> None:
@@ -226,7 +228,7 @@ class Transfers:
     @cute.jit
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring = self.config, shared.rings.pieces(which)
+        c, ring = self.config, shared.pieces(which)
         num = c.piece_numbers
         semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, 0, block)
         semaphores.wait(semaphore, turn)

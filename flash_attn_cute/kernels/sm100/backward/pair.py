@@ -34,9 +34,6 @@ last, and dQ of 64 columns (64 queries, whose columns from 64 on are in lanes fr
 leaves. So dQ may be computed when S has been read, and the next S when dQ has. At (192, 128) dQ has a place of its own,
 and P takes the place of S as dS that of dP.
 
-Barriers at which warps of both CTAs arrive count in the leader alone. So do those of TMA, but for lse and delta: copies
-of both CTAs bring their bytes to the leader's barrier. All others are a CTA's own; commits arrive in both.
-
 The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1), for one step t after the other: dQ waits for
 dS from the other CTA. Products are done in the order in which they were issued, and a commit arrives when all before it
 are done. Hence:
@@ -58,9 +55,6 @@ to global memory a clock):
         dS              128      256
         dQ              768      384
     additions to dQ    1966      983
-
-The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
-to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
 """
 
 from typing import Any
@@ -79,7 +73,7 @@ from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, W
 from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
-from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
 
 
@@ -91,22 +85,21 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.transfers = PairTransfers(config)
         self.scores = PairScores(config)
 
-    def _tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        c, packed = self.config, self.config.features.packed
+    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
+        """See ``BackwardKernel``."""
+        c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
         mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
-        names = ("sK", "sV", "sQ", "sQ_columns", "sdO", "sdO_columns")
-        sK, sV, sQ, sQ_columns, sdO, sdO_columns = self.memory.stage_layouts(*names)
         piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         load_K = cpasync.CopyBulkTensorTileG2SOp() if c.holds_keys else load  # which counts in its own CTA
         return BackwardTiles(
-            Q=make_row_tiles(load, mQ, sQ, (c.queries_shared, c.tile_d), packed),
-            Q_columns=make_row_tiles(load, mQ, sQ_columns, (c.tile_m, c.tile_d // CTAS), packed),
-            dO=make_row_tiles(load, mdO, sdO, (c.queries_shared, c.tile_dv), packed),
-            dO_columns=make_row_tiles(load, mdO, sdO_columns, (c.tile_m, c.tile_dv // CTAS), packed),
-            K=make_row_tiles(load_K, mK, sK, (PART_ROWS, c.tile_d), packed),
+            Q=row_tiles(load, "sQ", mQ, packed),
+            Q_columns=row_tiles(load, "sQ_columns", mQ, packed),
+            dO=row_tiles(load, "sdO", mdO, packed),
+            dO_columns=row_tiles(load, "sdO_columns", mdO, packed),
+            K=row_tiles(load_K, "sK", mK, packed),
             K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
-            V=make_row_tiles(load, mV, sV, (PART_ROWS, c.tile_dv), packed),
+            V=row_tiles(load, "sV", mV, packed),
             **self._tiles_out(mdK, mdV),
         )
 

@@ -35,9 +35,7 @@ in the one, and dP in the other, and dS over that. A tile of an odd number of st
 other place. At d = 192 dQ has columns of its own. At d = 256 it takes the place of the second pass's S: so it is
 computed when S has been read, and the next S when dQ has.
 
-Barriers at which warps of both CTAs arrive count in the leader alone. So do those of TMA, but for K by rows, lse and
-delta: copies of both CTAs bring their bytes to the leader's barrier. All others are a CTA's own; commits arrive in
-both. Steps of ``stats`` are those of both passes, of ``do_columns`` the first passes', of ``do``, ``dq``, ``pieces``
+Steps of ``stats`` are those of both passes, of ``do_columns`` the first passes', of ``do``, ``dq``, ``pieces``
 and ``exchange`` the second passes'.
 
 In the second pass dQ, and the exchange of dS before it, have the time in which the next dS is computed. This waits for
@@ -62,9 +60,6 @@ Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of share
         dQ, written and added          0 + 512                      0 + 384
 So the tensor cores bind the first pass, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
 and 4736.
-
-The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
-to the other's shared memory and arrives at its barriers.
 """
 
 from functools import partial
@@ -77,9 +72,6 @@ from cutlass import Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.tma import BackwardTiles
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
@@ -110,9 +102,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
             shared.tiles.release(tile_idx)  # to the leader's producer
-            rings.keys.wait_full(
-                tile_idx
-            )  # from compute warps: K is there, and nothing of the last tile's scores is read
+            rings.keys.wait_full(tile_idx)  # from compute warps: K is there, the last tile's scores are read
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
             tensor_memory.after_sync()
@@ -196,20 +186,9 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
     @cute.jit
-    def compute(  # type: ignore[override]
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        tma: BackwardTiles,
-        shared: PairShared,
-        scales: ScoreScales,
-        warpgroup: Int32,
-        thread: Int32,
-    ) -> None:
+    def compute(self, work: Work) -> None:
         """A compute warpgroup: K to tensor memory; half of every step's queries; dV and dK after their passes."""
-        c = self.config
-        address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
+        c, a, shared = self.config, work.arguments, work.shared
         tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_blocks = shared.tile(c, a, tile_idx).blocks.num
@@ -219,13 +198,13 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                     self._compute_P(work, tile_idx, nth, i, step, number)
                     shared.rings.stats.release(step)  # to the producer
                     step, number = step + 1, number + 1
-            self._put_out(work, ws, tma, tile_idx, (DV,))
+            self._put_out(work, tile_idx, (DV,))
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     P = self._compute_P(work, tile_idx, nth, i, step, number, stores=False)
                     self._compute_dS(work, P, step, plus(number, 1), dq_step)
                     step, number, dq_step = step + 1, number + 2, dq_step + 1
-            self._put_out(work, ws, tma, tile_idx, (DK,))
+            self._put_out(work, tile_idx, (DK,))
             shared.tiles.release(tile_idx)  # to the leader's producer
             tile_idx += 1
 

@@ -34,8 +34,6 @@ Products are done in the order in which they were issued, and a commit arrives w
 dV leaves through the place of V, which is loaded behind it, and dK through that of K, behind the last dQ. dK overwrites
 dV when compute warps have read that, and dV the last tile's dK.
 
-Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
-
 Under a mask both passes go over the same lists of blocks of queries, those of all heads of the tile
 (``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps its index and where its bits are,
 and in the second pass to adding warps where its dQ is added, and its turn.
@@ -57,9 +55,6 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.key_tiles import rounds_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.tma import BackwardTiles
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
@@ -94,11 +89,11 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
         self, products: Products, shared: Shared, tile_idx: Int32, step: Int32, number: Int32, num_steps: Int32
     ) -> None:
         """S of a step ahead of dV of the one before."""
-        rings = shared.rings
+        c, rings = self.config, shared.rings
         for i in cutlass.range(num_steps + 1, unroll=1):
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(tile_idx, step + i, self._first_column(rings.scores, number + i))
+                products.start_S(tile_idx, step + i, first_column(c, rings.scores, number + i))
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
@@ -108,7 +103,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                 if i == 1:
                     rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
-                products.start_dV(step + before, self._first_column(rings.scores, number + before), i > 1)
+                products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
                 commit(rings.do.empty(step + before))  # to the producer
         commit(rings.dv.full(tile_idx))  # to compute warps
 
@@ -125,7 +120,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
     ) -> None:
         """DK of the step before, dP of a step, dQ of the one before, and S of the step."""
         c, rings = self.config, shared.rings
-        first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
+        first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
             before = plus(i, -1)
@@ -154,41 +149,27 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                 commit(rings.scores.full(scores))  # to compute warps
         commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
-    def _first_column(self, scores: Ring, number: Int32) -> Int32:
-        return first_column(self.config, scores, number)
-
     @cute.jit
-    def compute(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        tma: BackwardTiles,
-        shared: Shared,
-        scales: ScoreScales,
-        warpgroup: Int32,
-        thread: Int32,
-    ) -> None:
+    def compute(self, work: Work) -> None:
         """A compute warpgroup: half of every step's queries; dV after the first pass, dK after the second."""
-        c, rings = self.config, shared.rings
-        address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
+        c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
         tile_idx, step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_blocks = shared.tile(c, a, tile_idx).blocks.num
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, tile_idx, nth, i, step)
-                    self.scores.compute_P(work, block, step, number, self._first_column(rings.scores, number))
+                    self.scores.compute_P(work, block, step, number, first_column(c, rings.scores, number))
                     step, number = step + 1, number + 1
-            self._put_out(work, ws, tma, tile_idx, (DV,))
-            first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
+            self._put_out(work, tile_idx, (DV,))
+            first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, tile_idx, nth, i, step)
                     P = self.scores.compute_P(work, block, step, number, first_S, stores=False)
                     self.scores.compute_dS(work, P, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
-            self._put_out(work, ws, tma, tile_idx, (DK,))
+            self._put_out(work, tile_idx, (DK,))
             shared.tiles.release(tile_idx)  # to the producer
             tile_idx += 1
 

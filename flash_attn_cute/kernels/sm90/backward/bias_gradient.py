@@ -17,6 +17,8 @@ are skipped by all roles. A kernel before this one finds out which pieces a mask
 and K are loaded while dO and V are multiplied.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -28,7 +30,6 @@ from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKern
 from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
@@ -71,9 +72,9 @@ class BiasGradientSm90(BiasGradientKernel):
         producer, mma_role = map(self.schedule.role, ("producer", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        qk, dov, published = (memory.ring(storage, name) for name in ("qk", "dov", "pieces"))
+        rings = memory.rings(storage)
         bias = SharedBias.of(c, a, memory, storage)
-        pieces = Pieces.at(published, storage.pieces, c.features.packed)
+        pieces = Pieces.at(rings.pieces, storage.pieces, c.features.packed)
         if warp_idx == 0:
             prefetch_descriptors(tma)
             with cute.arch.elect_one():
@@ -84,13 +85,13 @@ class BiasGradientSm90(BiasGradientKernel):
         if warp_idx < mma_role.warps.start:
             set_registers(producer.registers, threads)
             if warp_idx == 0:
-                self.map.load(a, tables, tma, operands, qk, dov, pieces)
+                self.map.load(a, tables, tma, operands, rings, pieces)
             elif const_expr(c.bias_pitch):
                 self.bias_producer(a, bias)
         else:
             set_registers(mma_role.registers, threads)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-            self.compute(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
+            self.compute(a, tables, mma, mStats, partial_sums, scales, operands, rings, pieces, bias, sums)
 
     @cute.jit
     def bias_producer(self, a: BiasGradientArguments, shared: SharedBias) -> None:
@@ -110,8 +111,7 @@ class BiasGradientSm90(BiasGradientKernel):
         partial_sums: cute.Tensor | None,
         scales: ScoreScales,
         operands: list[cute.Tensor],
-        qk: Ring,
-        dov: Ring,
+        rings: Any,
         pieces: Pieces,
         shared: SharedBias,
         sums: cute.Tensor,
@@ -144,13 +144,13 @@ class BiasGradientSm90(BiasGradientKernel):
                 words = None
                 if const_expr(f.listed):
                     words = bits_of(tables.mBits, p.code, w, thread)
-                stage = qk.stage(step)
-                qk.wait_full(step)  # from warp 0
+                stage = rings.qk.stage(step)
+                rings.qk.wait_full(step)  # from warp 0
                 gemm(mma, acc_S, tQ[None, None, None, stage], tK[None, None, None, stage], True)
-                dov.wait_full(step)  # from warp 0
+                rings.dov.wait_full(step)  # from warp 0
                 gemm(mma, acc_dP, tdO[None, None, None, stage], tV[None, None, None, stage], True)
                 warpgroup.wait_group(1)
-                qk.release(step)  # to warp 0
+                rings.qk.release(step)  # to warp 0
                 place = Place(
                     rows=p.q,
                     columns=p.k,
@@ -169,7 +169,7 @@ class BiasGradientSm90(BiasGradientKernel):
                 if p.hides:
                     hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
                 warpgroup.wait_group(0)
-                dov.release(step)  # to warp 0
+                rings.dov.release(step)  # to warp 0
                 self._add(acc_S, acc_dP, acc_dB, stats, scales)
                 step += 1
             pieces.release(i)

@@ -27,6 +27,7 @@ Windows are those of the forward kernel with queries and keys exchanged. Which r
 and how they are ordered, is ``workspace``'s business.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,6 +140,7 @@ class BackwardClusterSm90(BackwardKernel):
         cute.arch.cluster_wait()
         index = cute.arch.make_warp_uniform(cute.arch.map_dsmem_ptr(storage.tile.data_ptr(), 0).load())
 
+        work = _Work(a, ws, index, shared)
         if warp_idx < scores.warps.start:
             set_registers(self.schedule.role("q_producer").registers, threads)
             if warp_idx == 0:
@@ -152,33 +154,23 @@ class BackwardClusterSm90(BackwardKernel):
                     self.transfers.signal_semaphores(a, ws, index, shared)
         elif warp_idx < scores.warps.stop:
             set_registers(scores.registers, threads)
-            self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
+            self.score(work, mmas, tma.dV, mdV, scales)
         elif warp_idx < gradients.warps.stop:
             set_registers(gradients.registers, threads)
-            self.compute_dS(a, ws, index, mmas, tma.dK, mdK, shared)
+            self.compute_dS(work, mmas, tma.dK, mdK)
         else:
             set_registers(sums.registers, threads)
-            self.sum_queries(a, ws, index, mmas.dQ, shared)
+            self.sum_queries(work, mmas.dQ)
         # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
-    def score(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        index: Int32,
-        mmas: _Mmas,
-        store: RowTiles | None,
-        mdV: cute.Tensor,
-        shared: Shared,
-        scales: ScoreScales,
-    ) -> None:
+    def score(self, work: "_Work", mmas: _Mmas, store: RowTiles | None, mdV: cute.Tensor, scales: ScoreScales) -> None:
         """Warpgroup 1: weights, and dV."""
-        c = self.config
+        c, a, ws, shared = self.config, work.arguments, work.workspace, work.shared
         thread = cute.arch.thread_idx()[0] % 128
-        blocks = blocks_of_tile(c, a, ws, index)
+        blocks = blocks_of_tile(c, a, ws, work.index)
         tile = blocks.tile
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
@@ -205,11 +197,11 @@ class BackwardClusterSm90(BackwardKernel):
             acc.fill(0.0)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            shared.k.wait_full(Int32(0))  # from warp 0
+            shared.rings.k.wait_full(Int32(0))  # from warp 0
             if const_expr(c.keys_in_registers):
                 read_a(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
-                stage, words, m_block = shared.q.stage(step), None, blocks.m_block(c, ws, step)
+                stage, words, m_block = shared.rings.q.stage(step), None, blocks.m_block(c, ws, step)
                 if const_expr(c.features.listed):
                     _, code, _ = entry_of(c, ws, blocks.first_entry + step)
                     words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
@@ -218,7 +210,7 @@ class BackwardClusterSm90(BackwardKernel):
                 seen = None
                 if const_expr(c.features.intervals):
                     seen = load_row_interval(a.mIntervals, tile.batch, tile.k.length, self._first_key(tile), scores.cS)
-                shared.q.wait_full(step)  # from warp 0
+                shared.rings.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 elements: tuple[Any, ...] = ()
                 if const_expr(c.features.bias):
@@ -237,28 +229,28 @@ class BackwardClusterSm90(BackwardKernel):
                     words,
                     seen,
                 )
-                shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
-                shared.p.wait_empty(step)  # warpgroup 2 has read the last weights
+                shared.rings.q.release_in_both(step)  # to warps 0: scores and lse have been read
+                shared.rings.p.wait_empty(step)  # warpgroup 2 has read the last weights
                 for i in cutlass.range_constexpr(4):
                     cute.autovec_copy(rW[None, i], shared.sP[None, thread, i])
-                shared.p.arrive(step)  # to warpgroup 2
+                shared.rings.p.arrive(step)  # to warpgroup 2
                 for part in cutlass.range_constexpr(parts):
                     fill = step * parts + part
-                    shared.do.wait_full(fill)  # from warp 1
-                    tVrdO_now = tVrdO[None, None, None, shared.do.stage(fill)]
+                    shared.rings.do.wait_full(fill)  # from warp 1
+                    tVrdO_now = tVrdO[None, None, None, shared.rings.do.stage(fill)]
                     gemm(mma_dV, acc_dV[part], as_operand_a(rP), tVrdO_now, False)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
-                    shared.do.release_in_both(step * parts + part)  # to warps 1
+                    shared.rings.do.release_in_both(step * parts + part)  # to warps 1
             if const_expr(not c.features.grouped):
                 # dO is over, and dV leaves through its place once all have read it.
                 for i in cutlass.range_constexpr(STAGES):
-                    shared.do.wait_empty(num_steps * parts + i)
+                    shared.rings.do.wait_empty(num_steps * parts + i)
         if const_expr(c.features.grouped):
-            self._add(ws, tile, acc_dV, 1, shared, thread, _BARRIER_DV)
+            self._add(work, tile, acc_dV, 1, thread, _BARRIER_DV)
         else:
             places = [shared.sdO[None, None, part] for part in range(parts)]
-            self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
+            self._store(shared, tile, acc_dV, mma_dV, store, places, mdV, thread, _BARRIER_DV)
 
     def _operand(self, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> cute.Tensor:
         """Keys or values as the A operand of S or dP, (MMA, 1, MMA_K): in shared memory, or registers for them."""
@@ -278,21 +270,12 @@ class BackwardClusterSm90(BackwardKernel):
         return tile.first_key + 64 * cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     @cute.jit
-    def compute_dS(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        index: Int32,
-        mmas: _Mmas,
-        store: RowTiles | None,
-        mdK: cute.Tensor,
-        shared: Shared,
-    ) -> None:
+    def compute_dS(self, work: "_Work", mmas: _Mmas, store: RowTiles | None, mdK: cute.Tensor) -> None:
         """Warpgroup 2: gradients of the scores, for both CTAs, and dK."""
-        c = self.config
+        c, a, shared = self.config, work.arguments, work.shared
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile = blocks_of_tile(c, a, ws, index).tile
+        tile = blocks_of_tile(c, a, work.workspace, work.index).tile
         mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -305,21 +288,21 @@ class BackwardClusterSm90(BackwardKernel):
         acc_dK.fill(0.0)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            shared.v.wait_full(Int32(0))  # from warp 1
+            shared.rings.v.wait_full(Int32(0))  # from warp 1
             if const_expr(c.keys_in_registers):
                 for sV, operand in zip(sV_parts, tPrV, strict=True):
                     read_a(mma_dP, sV, operand, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 for part, operand in enumerate(tPrV):
                     fill = step * parts + part
-                    shared.do.wait_full(fill)  # from warp 1
-                    gemm(mma_dP, acc_dP, operand, tPrdO[None, None, None, shared.do.stage(fill)], part == 0)
+                    shared.rings.do.wait_full(fill)  # from warp 1
+                    gemm(mma_dP, acc_dP, operand, tPrdO[None, None, None, shared.rings.do.stage(fill)], part == 0)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
-                    shared.do.release_in_both(step * parts + part)  # to warps 1
-                stage = shared.q.stage(step)
-                shared.q.wait_full(step)  # from warp 0: with Q comes delta
-                shared.p.wait_full(step)  # from warpgroup 1
+                    shared.rings.do.release_in_both(step * parts + part)  # to warps 1
+                stage = shared.rings.q.stage(step)
+                shared.rings.q.wait_full(step)  # from warp 0: with Q comes delta
+                shared.rings.p.wait_full(step)  # from warpgroup 1
                 P, delta = shared.sP[None, thread, None], shared.stats[None, 1, stage]
                 compute_dS(
                     acc_dP,
@@ -327,20 +310,20 @@ class BackwardClusterSm90(BackwardKernel):
                     lambda i, delta=delta: load_four(delta, quad, i),
                     rdS,
                 )
-                shared.p.release(step)  # to warpgroup 1
+                shared.rings.p.release(step)  # to warpgroup 1
                 # Before dS is handed out: the tensor cores may well be idle.
                 gemm(mma_dK, acc_dK, as_operand_a(rdS), tKrQ[None, None, None, stage], False)
-                shared.ds.wait_empty(step)  # warpgroups 3 of both CTAs have read the dS of two steps before
+                shared.rings.ds.wait_empty(step)  # warpgroups 3 of both CTAs have read the dS of two steps before
                 self._hand_out(rdS, mma_dP, shared, step, thread)
                 warpgroup.wait_group(0)
-                shared.q.release_in_both(step)  # to warps 0
+                shared.rings.q.release_in_both(step)  # to warps 0
         if const_expr(c.features.grouped):
-            self._add(ws, tile, [acc_dK], 0, shared, thread, _BARRIER_DK)
+            self._add(work, tile, [acc_dK], 0, thread, _BARRIER_DK)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[i] = acc_dK[i] * a.numbers.softmax_scale
             # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
-            self._store(a, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, shared, thread, _BARRIER_DK)
+            self._store(shared, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, thread, _BARRIER_DK)
 
     def _eight(self, P: cute.Tensor, i: int) -> cute.Tensor:
         """This thread's weights of the i-th group of sixteen queries, two a register, from warpgroup 1."""
@@ -351,27 +334,25 @@ class BackwardClusterSm90(BackwardKernel):
     @cute.jit
     def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: Shared, step: Int32, thread: Int32) -> None:
         """Gradients of scores to warpgroup 3 of both CTAs: each warp's 16 keys lie together, and it sends them."""
-        stage = shared.ds.stage(step)
+        stage = shared.rings.ds.stage(step)
         write(rdS, mma_dP, shared.sdS[None, None, 0, stage], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         numbers = 16 * 64
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         own = shared.dS + (stage * 2 * 4 + warp) * numbers
-        full = shared.ds.full(step)
+        full = shared.rings.ds.full(step)
         with cute.arch.elect_one():
             # The other CTA's same warp sends as many bytes as this one.
             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * numbers)
             copy_to_cta(1 - shared.rank, own + 4 * numbers, own, 2 * numbers, full)
 
     @cute.jit
-    def sum_queries(
-        self, a: BackwardArguments, ws: Workspace, index: Int32, mma_dQ: cute.TiledMma, shared: Shared
-    ) -> None:
+    def sum_queries(self, work: "_Work", mma_dQ: cute.TiledMma) -> None:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
-        c = self.config
+        c, ws, shared = self.config, work.workspace, work.shared
         thread = cute.arch.thread_idx()[0] % 128
-        blocks = blocks_of_tile(c, a, ws, index)
+        blocks = blocks_of_tile(c, work.arguments, ws, work.index)
         tile = blocks.tile
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
@@ -380,15 +361,15 @@ class BackwardClusterSm90(BackwardKernel):
         acc_dQ = cute.make_rmem_tensor(mma_dQ.get_slice(thread).partition_shape_C((64, c.columns_dQ)), Float32)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            shared.k.wait_full(Int32(0))  # from warp 0
+            shared.rings.k.wait_full(Int32(0))  # from warp 0
         for step in cutlass.range(num_steps, unroll=1):
             m_block = blocks.m_block(c, ws, step)
-            shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
-            tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
+            shared.rings.ds.wait_full(step)  # from warpgroups 2 of both CTAs
+            tQrdS_now = tQrdS[None, None, None, None, shared.rings.ds.stage(step)]
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
-            shared.ds.release_in_both(step)  # to warpgroups 2
+            shared.rings.ds.release_in_both(step)  # to warpgroups 2
             block = ws.dQ_sums(tile.head, tile.first_block + m_block)
             is_first = None
             if const_expr(c.features.deterministic):
@@ -400,16 +381,15 @@ class BackwardClusterSm90(BackwardKernel):
     @cute.jit
     def _add(
         self,
-        ws: Workspace,
+        work: "_Work",
         tile: KeyTile,
         accs: list[cute.Tensor],
         which: cutlass.Constexpr,
-        shared: Shared,
         thread: Int32,
         barrier: cutlass.Constexpr,
     ) -> None:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
-        c = self.config
+        c, ws, shared = self.config, work.workspace, work.shared
         if tile.blocks.num > 0:
             semaphore = semaphores.at(ws.mSemaphoresK, 2 * shared.rank + which, tile.head_k, tile.block)
             is_first = tile.wait_turn(c, semaphore, barrier)
@@ -425,14 +405,13 @@ class BackwardClusterSm90(BackwardKernel):
     @cute.jit
     def _store(
         self,
-        a: BackwardArguments,
+        shared: Shared,
         tile: KeyTile,
         accs: list[cute.Tensor],
         mma: cute.TiledMma,
         store: RowTiles | None,
         places: list[cute.Tensor],
         mX: cute.Tensor,
-        shared: Shared,
         thread: Int32,
         barrier: cutlass.Constexpr,
     ) -> None:
@@ -466,3 +445,13 @@ class BackwardClusterSm90(BackwardKernel):
             padding = cutlass.min(start + 64, tile.k.slot) - first
             zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all mma warpgroups of a CTA know."""
+
+    arguments: BackwardArguments
+    workspace: Workspace
+    index: Int32  # of the tile
+    shared: Shared

@@ -6,7 +6,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.semaphores import OrderedAdds
 from flash_attn_cute.kernels.common.storage import SharedMemory
 
@@ -24,24 +23,18 @@ class Shared:
     sP: cute.Tensor
     dS: cute.Pointer  # sdS without its swizzle
     stats: cute.Tensor
-    k: Ring
-    v: Ring
-    q: Ring
-    do: Ring
-    p: Ring
-    ds: Ring
-    order: OrderedAdds | None
+    rings: Any  # those of the schedule, by name
+    order: OrderedAdds  # if deterministic
     rank: Int32  # of this CTA
 
     @staticmethod
     def of(memory: SharedMemory, storage: Any, rank: Int32) -> "Shared":
         """Shared memory of a CTA, on the device."""
         rings = memory.rings(storage)
-        order, added = rings.pop("order"), rings.pop("added")
         return Shared(
             **memory.tensors(storage, "sK", "sK_peer", "sV", "sQ", "sdO", "sdS", "sP", "stats"),
-            **rings,
+            rings=rings,
             dS=storage.sdS.data_ptr(),
-            order=None if order is None else OrderedAdds(order, added, *memory.tensors(storage, "turns").values()),
+            order=OrderedAdds(rings.order, rings.added, memory.tensors(storage, "turns")["turns"]),
             rank=rank,
         )

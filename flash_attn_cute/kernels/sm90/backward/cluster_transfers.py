@@ -57,13 +57,13 @@ class Transfers:
         """Warp 0: keys once, and Q, lse and delta block by block."""
         rank = shared.rank
         keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-        self._load(a, ws, index, _Loads(keys, shared.k, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q), shared)
+        self._load(a, ws, index, _Loads(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q), shared)
 
     @cute.jit
     def load_dO(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
         """Warp 1: values once, and dO block by block."""
         values, parts = ((tma.V, shared.sV, shared.rank, 0),), self.config.parts_dO
-        loads = _Loads(values, shared.v, tma.dO, parts, shared.sdO, shared.do, _RANK_OF_DO)
+        loads = _Loads(values, shared.rings.v, tma.dO, parts, shared.sdO, shared.rings.do, _RANK_OF_DO)
         self._load(a, ws, index, loads, shared)
 
     @cute.jit
@@ -81,7 +81,7 @@ class Transfers:
                 g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
                 t.load(g, sX, loads.keys_ring.full(once))
         parts = loads.parts
-        with_stats = ring is shared.q
+        with_stats = ring is shared.rings.q
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)

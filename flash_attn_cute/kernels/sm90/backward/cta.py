@@ -239,7 +239,7 @@ class BackwardCtaSm90(BackwardKernel):
             piece = piece_number(step, tile_idx)
             if const_expr(c.k_stages == 1):
                 self._finish_dQ(work, step, tile_idx, piece)
-                shared.k.release(tile_idx)  # to warp 0
+                shared.rings.k.release(tile_idx)  # to warp 0
                 piece += 1
             self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
             shared.tiles.release(tile_idx)  # to warp 0
@@ -253,7 +253,7 @@ class BackwardCtaSm90(BackwardKernel):
         shared = work.shared
         if step > 0:
             # From all mma warps: the last step's dS is there.
-            shared.ds.wait_full(step - 1)
+            shared.rings.ds.wait_full(step - 1)
         self._start_dQ(work, step - 1, tile_idx)
         warpgroup.wait_group(0)
         if step > 0:
@@ -320,13 +320,13 @@ class BackwardCtaSm90(BackwardKernel):
             is_first: whether it is the tile's first one.
             is_last: or its last one.
         """
-        shared, stage = work.shared, work.shared.q.stage(step)
+        shared, stage = work.shared, work.shared.rings.q.stage(step)
         blocks = tile.blocks
         m_block, words, code, seen = blocks.at(n), None, None, None
         if is_first:
-            shared.k.wait_full(tile_idx)  # from warp 0
+            shared.rings.k.wait_full(tile_idx)  # from warp 0
             self._read_K(work, tile_idx)
-        shared.q.wait_full(step)  # from warp 0
+        shared.rings.q.wait_full(step)  # from warp 0
         if const_expr(self.config.short_steps):
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, tile_idx, stage)
@@ -341,8 +341,8 @@ class BackwardCtaSm90(BackwardKernel):
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, tile_idx))
         if is_first:
-            shared.v.wait_full(tile_idx)  # from warp 0
-        shared.do.wait_full(step)  # from warp 0
+            shared.rings.v.wait_full(tile_idx)  # from warp 0
+        shared.rings.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Any, ...] = ()
         reads_bias = self.config.features.bias and not self.config.bias_pitch
@@ -381,7 +381,7 @@ class BackwardCtaSm90(BackwardKernel):
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
         if is_last:
-            shared.v.release(tile_idx)  # to warp 0
+            shared.rings.v.release(tile_idx)  # to warp 0
         rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
         compute_dS(
             work.acc_dP,
@@ -393,32 +393,32 @@ class BackwardCtaSm90(BackwardKernel):
             tensors, cS = work.scores.tensors, work.scores.cS
             store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
-        shared.ds.wait_full(step - 1)
+        shared.rings.ds.wait_full(step - 1)
         sdS = shared.sdS[None, None, work.warpgroup, step & 1]
         transposes = self.config.transposes_dQ
         write(work.rdS, work.mmas.S, transposed(sdS) if const_expr(transposes) else sdS, work.thread, transposes)
         warpgroup.wait_group(0)  # dV is there
-        shared.do.release(step)  # to warp 0
+        shared.rings.do.release(step)  # to warp 0
         last_tile_idx = tile_idx - 1 if is_first else tile_idx
         self._start_dQ(work, step - 1, last_tile_idx)
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
         if const_expr(self.config.k_stages == 2):
             if is_first and tile_idx > 0:
-                shared.k.release(last_tile_idx)  # to warp 0
+                shared.rings.k.release(last_tile_idx)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
         # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
-        shared.ds.arrive(step)
+        shared.rings.ds.arrive(step)
         if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
             self._put_out_dQ(work, piece_number(step, tile_idx))
         self._read_units(work, stage)
         warpgroup.wait_group(0)  # dK is there
-        shared.q.release(step)  # to warp 0
+        shared.rings.q.release(step)  # to warp 0
 
     @cute.jit
     def _read_K(self, work: "_Work", tile_idx: Int32) -> None:
         """The first columns of K, for all steps of a tile."""
-        sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(tile_idx)]
+        sK = work.shared.sK[None, None, work.warpgroup, work.shared.rings.k.stage(tile_idx)]
         sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
         read_a(work.mmas.S_registers, sK, work.rK, work.thread)
 
@@ -426,7 +426,7 @@ class BackwardCtaSm90(BackwardKernel):
     def _start_S(self, work: "_Work", tile_idx: Int32, stage: Int32) -> None:
         """Scores of a block: the first columns of K are in registers, the others in shared memory."""
         acc, tSrQ, rK = work.scores.acc_S, work.tSrQ[None, None, None, stage], work.rK
-        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(tile_idx)]
+        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.rings.k.stage(tile_idx)]
         in_registers, in_all = cute.size(rK, mode=[2]), cute.size(tSrK, mode=[2])
         parts = (cute.make_mma_atom(work.mmas.S_registers.op), rK), (cute.make_mma_atom(work.mmas.S.op), tSrK)
         warpgroup.fence()
@@ -440,7 +440,7 @@ class BackwardCtaSm90(BackwardKernel):
     def _start_dQ(self, work: "_Work", step: Int32, tile_idx: Int32) -> None:
         """This warpgroup's part of a step's dQ."""
         for i in cutlass.range_constexpr(self.warpgroups):
-            of_dS, of_K = step & 1, work.shared.k.stage(tile_idx)
+            of_dS, of_K = step & 1, work.shared.rings.k.stage(tile_idx)
             stage_a, stage_b = (of_K, of_dS) if const_expr(self.config.transposes_dQ) else (of_dS, of_K)
             tQrA, tQrB = work.tQrA[None, None, None, i, stage_a], work.tQrB[None, None, None, i, stage_b]
             gemm(work.mmas.dQ, work.acc_dQ, tQrA, tQrB, i == 0, i == self.warpgroups - 1)

@@ -123,7 +123,7 @@ def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str) -> tuple[Step, .
     """Steps of all roles; t counts the blocks of all tiles of the CTA."""
     has_bias, one_k = c.bias_pitch > 0, c.k_stages == 1
     dQ, product_dQ = ("dQ(t-1)'", "K' dS(t-1)'") if c.transposes_dQ else ("dQ(t-1)", "dS(t-1) K")
-    waits = "waits for its turn; adds" if c.features.deterministic else "adds"
+    waits = "waits for its turn; adds" if c.in_order else "adds"
     of_bias = (
         Step("filling", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
         Step("filling", "bias.empty", "copies the bias of step t", "bias.full"),

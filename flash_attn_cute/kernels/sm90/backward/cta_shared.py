@@ -41,44 +41,39 @@ class Shared(WorkTileBroadcast):
     tile_fields: cute.Tensor
     step_fields: cute.Tensor
     tiles: Ring
-    k: Ring
-    v: Ring
-    q: Ring
-    do: Ring
-    ds: Ring
-    out_1: Ring  # of warpgroup 1; that of warpgroup 2 is behind
-    steps: Ring
+    rings: Any  # those of the schedule, by name
     bias: SharedBias
 
     @staticmethod
     def of(config: BackwardCtaConfig, a: BackwardArguments, memory: SharedMemory, storage: Any) -> "Shared":
         """Shared memory of a CTA, on the device."""
+        rings = memory.rings(storage)
         tensors = ("sK", "sV", "sQ", "sdO", "sdS", "sOut", "stats", "tile_fields", "step_fields")
-        rings = ("tiles", "k", "v", "q", "do", "ds", "out_1", "steps")
         return Shared(
             **memory.tensors(storage, *tensors),
-            **{name: memory.ring(storage, name) for name in rings},
+            tiles=rings.tiles,
+            rings=rings,
             sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
             bias=SharedBias.of(config, a, memory, storage),
         )
 
     def out(self, warpgroup: Int32) -> Ring:
-        """Ring that guards a warpgroup's part of sOut."""
-        return Ring(self.out_1.barriers + 2 * warpgroup, 1)
+        """Ring that guards a warpgroup's part of sOut: ``out_1``, or the one behind it."""
+        return Ring(self.rings.out_1.barriers + 2 * warpgroup, 1)
 
     def publish_step(self, step: Int32, info: StepFields) -> None:
         """Publishes a step's fields, by one thread of warp 0, before it announces Q."""
         for i in range(self.step_fields.shape[0]):
-            self.step_fields[i, self.steps.stage(step)] = info[i]
-        cute.arch.mbarrier_arrive(self.steps.full(step))  # to warps 1 and 2
+            self.step_fields[i, self.rings.steps.stage(step)] = info[i]
+        cute.arch.mbarrier_arrive(self.rings.steps.full(step))  # to warps 1 and 2
 
     def read_step(self, step: Int32) -> tuple[Int32, Int32]:
         """Block and turn of a step, for a role that has waited for the step, or that has its dQ."""
-        return self.step_fields[0, self.steps.stage(step)], self.step_fields[1, self.steps.stage(step)]
+        return self.step_fields[0, self.rings.steps.stage(step)], self.step_fields[1, self.rings.steps.stage(step)]
 
     def read_scores_step(self, step: Int32) -> tuple[Int32, Int32, Int32]:
         """Under a mask, for a role that has Q: m_block, head and code of a step."""
-        m_block, nth, code = (self.step_fields[i, self.steps.stage(step)] for i in range(2, 5))
+        m_block, nth, code = (self.step_fields[i, self.rings.steps.stage(step)] for i in range(2, 5))
         return m_block, nth, code
 
 

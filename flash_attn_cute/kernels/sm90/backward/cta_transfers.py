@@ -52,7 +52,9 @@ class Transfers:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # other tiles are left to warp 3
                 shared.publish(tile, tile_idx)
-                self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(tile_idx)], shared.k, tile_idx)
+                self._load_keys(
+                    tile, tma.K, shared.sK[None, None, None, shared.rings.k.stage(tile_idx)], shared.rings.k, tile_idx
+                )
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
@@ -75,7 +77,7 @@ class Transfers:
                         self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
                             # Behind the first queries, for which there is room before there is for V.
-                            self._load_keys(tile, tma.V, shared.sV, shared.v, tile_idx)
+                            self._load_keys(tile, tma.V, shared.sV, shared.rings.v, tile_idx)
                         step += 1
                 tile_idx += 1
             # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
@@ -96,7 +98,7 @@ class Transfers:
                 for i in cutlass.range(num_blocks, unroll=1):
                     m_block, nth = tile.blocks.nth(i), head
                     if const_expr(c.features.listed):
-                        shared.steps.wait_full(step)  # from warp 0
+                        shared.rings.steps.wait_full(step)  # from warp 0
                         m_block, nth, _ = shared.read_scores_step(step)
                     rows = tile.rows_of_bias(c, nth, m_block)
                     shared.bias.load(step, rows, tile.first_key, num_keys, lane)
@@ -134,7 +136,7 @@ class Transfers:
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
         start += tile.q.start
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for i, (t, sX, ring) in enumerate(((tma.Q, shared.sQ, shared.q), (tma.dO, shared.sdO, shared.do))):
+        for i, (t, sX, ring) in enumerate(((tma.Q, shared.sQ, shared.rings.q), (tma.dO, shared.sdO, shared.rings.do))):
             full, stage = ring.full(step), ring.stage(step)
             ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():
@@ -257,7 +259,7 @@ class Transfers:
         out, size = shared.out(w), 64 * self.config.columns_dQ
         in_order, fixed_point = self.config.features.deterministic, self.config.fixed_point
         if const_expr(not in_order):
-            shared.steps.wait_full(step)  # from warp 0
+            shared.rings.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
             self._wait_turn(ws, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
@@ -293,7 +295,7 @@ class Transfers:
     @cute.jit
     def _wait_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
         """Returns, to the converged warp, when it is a step's turn to add."""
-        shared.steps.wait_full(step)  # from warp 0
+        shared.rings.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)
         if turn != UNORDERED if const_expr(self.config.fixed_point) else True:
             semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
@@ -303,7 +305,7 @@ class Transfers:
         """Whether it is a step's turn to add, as far as is known of it: 1 or 0, to the converged warp."""
         come = Int32(0)
         if cute.arch.lane_idx() == 0:
-            if shared.steps.is_full(step):
+            if shared.rings.steps.is_full(step):
                 block, turn = shared.read_step(step)
                 come = Int32(turn == UNORDERED)
                 if come == 0 if const_expr(self.config.fixed_point) else True:
