@@ -36,9 +36,7 @@ class Kind:
     align: int = 0  # bytes of which the address and all strides but the last are multiples; none: an element's
     wide: bool = False  # its sizes may need more than 32 bits
     of_scores: bool = False  # of rank 4, packed or not
-    strided: bool | str = (
-        False  # whether its last dimension has any stride, or the configuration's attribute that says so
-    )
+    strided: bool | str = False  # whether the last dimension has any stride, or the configuration's attribute for it
     float32_if: str = ""  # the configuration's attribute that makes it float32
 
 

@@ -119,9 +119,8 @@ def signal_as_warpgroup(semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> 
 class OrderedAdds:
     """Semaphore waits and signals by two warps of their own, so that the warps that add do neither."""
 
-    order: (
-        Ring  # waiting warp -> adding warps: the step's turn has come; signalling warp -> waiting warp: it is signalled
-    )
+    # Waiting warp -> adding warps: the step's turn has come. Signalling warp -> waiting warp: it is signalled.
+    order: Ring
     added: Ring  # adding warps -> signalling warp: this warp has added
     turns: cute.Tensor  # (stage): how many tiles add before this one
 

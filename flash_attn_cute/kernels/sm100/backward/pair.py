@@ -44,17 +44,6 @@ are done. Hence:
     (192, 128) it waits for the drain before dQ(t + 1).
   - dV and dK of a tile's first step overwrite, when compute warps of both CTAs have read those of the last tile.
 dV leaves through the place of V, and dK through that of K, when all products of the tile that read these are done.
-
-Clocks of 128 keys and 64 queries at (192, 128), by counting (8192 FLOP, 128 bytes of shared memory and 25 bytes added
-to global memory a clock):
-                       alone    as a pair
-    tensor cores       1792     1792
-    shared memory      3396     2692
-        operands       2048     1600
-        loads, stats    452      452
-        dS              128      256
-        dQ              768      384
-    additions to dQ    1966      983
 """
 
 from typing import Any

@@ -51,15 +51,7 @@ Products are done in the order in which they were issued, and a commit arrives w
     dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
   - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
 
-Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
-                                       d = 256                      d = 192
-    tensor cores, both passes          1024 + 2048                  768 + 1664
-    shared memory: operands            256 + 1536                   192 + 1312
-        loads, stats                   324 + 516                    260 + 420
-        dS, written and sent           0 + 256                      0 + 256
-        dQ, written and added          0 + 512                      0 + 384
-So the tensor cores bind the first pass, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
-and 4736.
+The tensor cores bind the first pass, and shared memory the second (docs/blackwell-model.md counts the clocks).
 """
 
 from functools import partial

@@ -38,13 +38,7 @@ Under a mask both passes go over the same lists of blocks of queries, those of a
 (``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps its index and where its bits are,
 and in the second pass to adding warps where its dQ is added, and its turn.
 
-Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
-                                       d = 256                      d = 192
-    tensor cores, both passes          1024 + 2048                  768 + 1664
-    shared memory: operands            1024 + 2560                  768 + 2112
-        loads, stats, dS                576 + 768                   448 + 640
-        dQ, written and added           0 + 1024                    0 + 768
-Shared memory binds: 5952 and 4736 clocks.
+Shared memory binds both passes (docs/blackwell-model.md counts the clocks).
 """
 
 import cutlass

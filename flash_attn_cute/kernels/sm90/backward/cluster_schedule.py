@@ -39,33 +39,12 @@ def cluster_schedule(config: BackwardClusterConfig) -> Schedule:
     )
     order_stages = _ORDER_STAGES if ordered else 0
     half = ", or half of it" if c.parts_dO > 1 else ""
+    by_q, by_do, read = (once(q_producer),), (once(do_producer),), _in_both(scores, gradients)
     pipelines = (
-        Pipeline(
-            "k",
-            1,
-            "K: its keys; the other's, in its columns of dQ",
-            (once(q_producer),),
-            (),
-            2 * 64 * (c.tile_d + c.columns_dQ),
-            has_empty=False,
-        ),
-        Pipeline("v", 1, "V", (once(do_producer),), (), 2 * 64 * c.tile_dv, has_empty=False),
-        Pipeline(
-            "q",
-            STAGES,
-            "Q, lse and delta of a step",
-            (once(q_producer),),
-            _in_both(scores, gradients),
-            64 * (2 * c.tile_d + 4 * 2),
-        ),
-        Pipeline(
-            "do",
-            STAGES,
-            f"dO of a step{half}",
-            (once(do_producer),),
-            _in_both(scores, gradients),
-            2 * 64 * c.columns_dO,
-        ),
+        Pipeline("k", 1, "K; some of the other CTA's", by_q, (), 2 * 64 * (c.tile_d + c.columns_dQ), has_empty=False),
+        Pipeline("v", 1, "V", by_do, (), 2 * 64 * c.tile_dv, has_empty=False),
+        Pipeline("q", STAGES, "Q, lse and delta of a step", by_q, read, 64 * (2 * c.tile_d + 4 * 2)),
+        Pipeline("do", STAGES, f"dO of a step{half}", by_do, read, 2 * 64 * c.columns_dO),
         Pipeline("p", 1, "P of a step", (per_warp(scores),), (per_warp(gradients),)),
         # The bytes come from the other CTA.
         Pipeline("ds", STAGES, "dS of a step", (per_warp(gradients),), _in_both(sums), 2 * 64 * 64),

@@ -172,14 +172,7 @@ class BackwardCtaSm90(BackwardKernel):
             round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
 
     @cute.jit
-    def mma(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        mmas: _Mmas,
-        shared: Shared,
-        scales: ScoreScales,
-    ) -> None:
+    def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:
         """An mma warpgroup: 64 keys of every tile, over all queries that see it."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128

@@ -31,12 +31,7 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
     c, (loading, computing) = config, config.registers
     warpgroups, has_bias = c.num_mma_warpgroups, c.bias_pitch > 0
     producer = Role("producer", range(1), loading, "chooses tiles; issues TMA: K and V once a tile, Q and dO by blocks")
-    storing = Role(
-        "storing",
-        range(1, 1 + warpgroups),
-        loading,
-        "one a warpgroup: adds its dQ to the workspace, stores its dV and dK",
-    )
+    storing = Role("storing", range(1, 1 + warpgroups), loading, "one a warpgroup: adds its dQ, stores its dV and dK")
     fills = {
         "copies the bias": has_bias,
         "zeroes sums of dQ": c.zeroes_sums,
@@ -44,12 +39,11 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
     }
     does = "; ".join(what for what, is_done in fills.items() if is_done) or "idle"
     filling = Role("filling", range(1 + warpgroups, 4), loading, does)
-    mma = Role(
-        "mma", range(4, 4 + 4 * warpgroups), computing, f"{warpgroups} warpgroups of 64 keys each; at last round dQ"
-    )
+    mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, "64 keys a warpgroup: P, dS, all products; rounds dQ")
     filled, done = (once(producer),), (per_warp(mma),)
     all_done = (per_warp(mma), per_warp(storing), *((per_warp(filling),) if has_bias else ()))
     keys, queries = 2 * c.tile_n * c.tile_d, 2 * c.tile_m * c.tile_d
+    of_q = "Q and lse of a step" + (", units of dQ" if c.fixed_point else "")
     bias_stages = c.bias_stages if has_bias else 0
     outs = tuple(f"out_{w}" for w in range(1, 1 + warpgroups))
     return Schedule(
@@ -60,14 +54,7 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
             Pipeline("tiles", _TILE_STAGES, "a tile's fields", filled, all_done),
             Pipeline("k", c.k_stages, "K of a tile", filled, done, keys),
             Pipeline("v", 1, "V of a tile", filled, done, keys),
-            Pipeline(
-                "q",
-                c.stages,
-                "Q and lse of a step" + (", units of dQ" if c.fixed_point else ""),
-                filled,
-                done,
-                queries + 4 * c.tile_m * (c.numbers_a_query - 1),
-            ),
+            Pipeline("q", c.stages, of_q, filled, done, queries + 4 * c.tile_m * (c.numbers_a_query - 1)),
             Pipeline("do", c.stages, "dO and delta of a step", filled, done, queries + 4 * c.tile_m),
             # An arrival also says that the warp does not read the other stage any more.
             Pipeline("ds", 2, "dS of a step", done, (), has_empty=False),

@@ -22,9 +22,7 @@ class PostprocessArguments(NamedTuple):
     mCuSeqlens: cute.Tensor | None
     mSeqUsed: cute.Tensor | None
     scale: Float32
-    mSemaphores: (
-        cute.Tensor | None
-    )  # (parts, heads, blocks): 0 if no tile has added to mdXaccum, which is then uninitialised
+    mSemaphores: cute.Tensor | None  # (parts, heads, blocks): 0 where nothing is added, and mdXaccum uninitialised
 
 
 class Postprocess:
