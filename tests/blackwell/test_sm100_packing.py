@@ -52,3 +52,17 @@ def test_packed_anywhere(case: str) -> None:
             got = together[name]
             own = got[:, rows] if name == "lse" else got[rows]
             assert bitwise_equal(own.contiguous(), x.contiguous()), f"{name} of document {number}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+def test_one_query_over_a_cache(d: int) -> None:
+    """Out and lse of a row of a causal call, and of its query alone over the keys that it sees."""
+    call = random_call([300], packed=False, head_dim=d, causal=True, dtype=torch.bfloat16, nheads=1)
+    call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in "qkv"})
+    out, lse = forward.execute(call, random.Random(0))
+    for row in (0, 127, 128, 200, 299):
+        own = dataclasses.replace(call, q=call.q[:, row : row + 1], k=call.k[:, : row + 1], v=call.v[:, : row + 1])
+        cached, cached_lse = forward.execute(own, random.Random(row))
+        assert bitwise_equal(cached[0, 0], out[0, row]), f"out of row {row}"
+        assert bitwise_equal(cached_lse[0, :, 0], lse[0, :, row].contiguous()), f"lse of row {row}"

@@ -248,3 +248,27 @@ def test_few_rows_beside_many() -> None:
         beside = packed([*few, long[0]], None, None, backend="sm90", **options)
         for number, expected in enumerate(alone):
             assert_same(beside[number], expected, number)
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1), (16, 1)], ids=["ungrouped", "group of 8", "group of 16"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_one_query_over_a_cache(d: int, heads: tuple[int, int]) -> None:
+    """Out and lse of a row of a causal call, and of its query alone over the keys that it sees."""
+    one = of_one_length(random.Random(d), 700, heads, d, "sm90")[0]
+    with torch.no_grad():
+        out, lse = flash_attn_func(one.q[None], one.k[None], one.v[None], causal=True, backend="sm90", return_lse=True)
+        for row in (0, 1, 63, 64, 127, 128, 191, 300, 699):
+            keys = slice(row + 1)
+            for k, v in ((one.k[None, keys], one.v[None, keys]), (one.k[None, :], one.v[None, :])):
+                cached, cached_lse = flash_attn_func(
+                    one.q[None, row : row + 1],
+                    k,
+                    v,
+                    seqused_k=torch.tensor([row + 1], dtype=torch.int32, device="cuda"),
+                    causal=True,
+                    backend="sm90",
+                    return_lse=True,
+                )
+                assert bitwise_equal(cached[0, 0], out[0, row]), f"out of row {row}"
+                assert bitwise_equal(cached_lse[0, :, 0], lse[0, :, row].contiguous()), f"lse of row {row}"
