@@ -64,6 +64,7 @@ def ask(backend: CuteBackend, spec: AttentionSpec, inputs: AttentionInputs, *, i
         "mask": spec.has_mask,
         "block_mask": spec.has_block_mask,
         "bias": spec.has_bias,
+        "max_logits": spec.max_logits,
     }
     on = ",".join([name for name, is_on in flags.items() if is_on])
     rows = None if is_traced else _rows(inputs)

@@ -24,6 +24,7 @@ class Results(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     dsink: Tensor | None
+    max_logits: Tensor | None = None  # of both passes, those of the first
 
 
 class Sequence(NamedTuple):
@@ -69,12 +70,16 @@ def attention(
     assert v is not None
     out = q.new_zeros(*q.shape[:-1], spec.head_dim_v)
     lse = q.new_full(inputs.lse_shape, -torch.inf)
+    max_logits = q.new_full((q.shape[-2],), -torch.inf) if spec.max_logits else None
     losses = []
     for one in sequences(inputs):
         parts = one.of(q, one.rows_q), one.of(k, one.rows_k), one.of(v, one.rows_k)
         one_q, one_k, one_v = (x.transpose(0, 1) for x in parts)
         scores = one_q.shape[0], one_q.shape[1], one_k.shape[1]
         visible = _visible(spec, inputs, shown, one, scores)
+        if max_logits is not None and visible.numel():
+            products = _products(spec, one_q, one_k).detach()
+            max_logits = torch.maximum(max_logits, torch.where(visible, products, -torch.inf).amax((1, 2)))
         added = None if bias is None else _of_scores(bias, inputs, one, scores)
         one_out, one_lse = _sequence(spec, one_q, one_k, one_v, visible, added, sink)
         (out if one.entry is None else out[one.entry])[one.rows_q] = one_out.detach().transpose(0, 1)
@@ -89,7 +94,7 @@ def attention(
     assert dq is not None
     assert dk is not None
     assert dv is not None
-    return Results(out, lse, dq, dk, dv, dbias, dsink)
+    return Results(out, lse, dq, dk, dv, dbias, dsink, max_logits)
 
 
 def _of_scores(x: Tensor, inputs: AttentionInputs, one: Sequence, scores: tuple[int, int, int]) -> Tensor:
@@ -123,13 +128,18 @@ def _visible(
     return visible
 
 
+def _products(spec: AttentionSpec, q: Tensor, k: Tensor) -> Tensor:
+    """Scaled products of a sequence, (heads, queries, keys)."""
+    k = k[:, None].expand(-1, q.shape[0] // k.shape[0], -1, -1).flatten(0, 1)
+    return spec.softmax_scale * (q @ k.mT)
+
+
 def _sequence(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a sequence: q (heads, queries, d), k and v (heads_k, keys, d or d_v)."""
-    group = q.shape[0] // k.shape[0]
-    k, v = (x[:, None].expand(-1, group, -1, -1).flatten(0, 1) for x in (k, v))
-    scores = spec.softmax_scale * (q @ k.mT)
+    v = v[:, None].expand(-1, q.shape[0] // k.shape[0], -1, -1).flatten(0, 1)
+    scores = _products(spec, q, k)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is not None:

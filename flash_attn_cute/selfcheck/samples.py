@@ -48,6 +48,7 @@ class Sample:
         sliced: q, k and v are slices of wider tensors that TMA cannot read.
         dlse: lse has a gradient.
         rising: scores grow towards the last keys, and most in the last 32 of each 128, so that row_max is raised.
+        max_logits: the largest logits are asked for.
         exact: integers for which every product is exact, and so the results, but for their rounding.
     """
 
@@ -73,6 +74,7 @@ class Sample:
     sliced: bool = False
     dlse: bool = False
     rising: bool = False
+    max_logits: bool = False
     exact: bool = False
 
 
@@ -97,9 +99,9 @@ class Drawn:
         return Results(self.dout, q.new_empty(self.inputs.lse_shape, dtype=torch.float32), q, k, v, None, None)
 
     def forward(self, backend: Backend) -> dict[str, Tensor]:
-        """Out and lse, with the copies."""
-        out, lse, _ = backend.forward(self.spec, self._copied())
-        return {"out": out, "lse": lse}
+        """Out and lse, with the copies, and max_logits if the sample has them."""
+        found = backend.forward(self.spec, self._copied())._asdict()
+        return {name: x for name, x in found.items() if x is not None}
 
     def backward(self, backend: Backend) -> dict[str, Tensor]:
         """The gradients, with the copies, from the true results of the forward pass."""
@@ -161,7 +163,8 @@ class Drawn:
         dtype = self.inputs.q.dtype
         low = reference.attention(self.spec, self.inputs, self.shown, self.dout, self.dlse, dtype)._asdict()
         sizes = {name: float(_largest(x)) for name, x in truth.items()}
-        sizes |= dict.fromkeys(truth.keys() - {"out", "lse"}, max(sizes[name] for name in ("dq", "dk", "dv")))
+        gradients = truth.keys() - {"out", "lse", "max_logits"}
+        sizes |= dict.fromkeys(gradients, max(sizes[name] for name in ("dq", "dk", "dv")))
         bounds = {}
         for name, x in truth.items():
             rounding = _largest(x.to(dtype).double() - x)
@@ -171,6 +174,8 @@ class Drawn:
                 bound = 2 * bound + 4 * torch.finfo(dtype).eps * max(1.0, sizes[name])
             bounds[name] = bound.expand_as(x)
         tanh = self.sample.softcap / 512
+        if "max_logits" in truth:  # of which only float32 sums and logarithms are behind
+            bounds["max_logits"] = 1e-5 * (1 + truth["max_logits"].nan_to_num(neginf=0.0).abs())
         return bounds | {"lse": 5e-4 + tanh + 1e-5 * truth["lse"].nan_to_num(neginf=0.0).abs()}
 
     def _compare_padding(self, found: dict[str, Tensor]) -> None:
@@ -273,6 +278,7 @@ def draw(sample: Sample, device: torch.device, *, is_dry: bool = False) -> Drawn
     _poison(inputs, dout)
     dlse = normal(*inputs.lse_shape, dtype=torch.float32) if sample.dlse else None
     spec = spec._replace(nheads=heads[0] * sample.copies[1], nheads_k=heads[1] * sample.copies[1], **turns)
+    spec = spec._replace(max_logits=sample.max_logits)
     return Drawn(sample, spec, inputs, shown, dout, dlse, is_dry)
 
 

@@ -1,7 +1,8 @@
 """Steps of the self-check, in their order: what each does, which family of kernels it judges, and how long it may take.
 
-A family is a class of kernels at one size of tiles (``kernels.registry.family``), or ``MASKS``, ``BIASES`` or
-``TOGETHER``, which calls with a mask or bias, and all calls, need besides. Of each family the steps are:
+A family is a class of kernels at one size of tiles (``kernels.registry.family``), or ``MASKS``, ``BIASES``,
+``MAX_LOGITS`` or ``TOGETHER``, which calls with a mask, a bias or max_logits, and all calls, need besides. Of each
+family the steps are:
 
 1. one tile of integers, for which every product is exact: registers, barriers and descriptors;
 2. so many tiles a CTA that every ring of stages wraps at least thrice, at lengths that fill no tile;
@@ -31,7 +32,7 @@ from flash_attn_cute.kernels.registry import Architecture, family
 from flash_attn_cute.selfcheck import samples
 from flash_attn_cute.selfcheck.samples import Sample, WrongResultError, bits
 
-MASKS, BIASES, TOGETHER = "masks", "biases", "together"
+MASKS, BIASES, MAX_LOGITS, TOGETHER = "masks", "biases", "max logits", "together"
 
 _HEADS = ((64, 64), (128, 128), (96, 96), (192, 128), (192, 192), (256, 256))
 # Rows of a sequence: fewer than pairs of CTAs are used for; and as many as they are, with a right bound, too.
@@ -103,6 +104,7 @@ def _features(sample: Sample) -> Features:
         mask=bool(sample.mask),
         block_mask=sample.blocks,
         bias=bool(sample.bias),
+        max_logits=sample.max_logits,
         grouped=sample.heads > sample.heads_k,
         deterministic=True,
     )
@@ -130,7 +132,7 @@ def families_of_call(
         architecture: whose kernels.
         d: columns of q and k.
         d_v: columns of v.
-        flags: those of ``Features`` that are on: left, right, mask, block_mask and bias matter.
+        flags: those of ``Features`` that are on: left, right, mask, block_mask, bias and max_logits matter.
         rows: a sequence's of queries and of keys, on average, at most. None: any number.
     """
     features = Features(**dict.fromkeys(flags, True))
@@ -138,7 +140,8 @@ def families_of_call(
     for pass_name, most in zip(("forward", "backward"), rows or (2**30, 2**30), strict=True):
         found |= {_family(architecture, pass_name, d, d_v, features, n) for n in (0, most)}
     found |= {MASKS} if features.listed else set()
-    return frozenset(found | ({BIASES} if features.bias else set()))
+    found |= {BIASES} if features.bias else set()
+    return frozenset(found | ({MAX_LOGITS} if features.max_logits else set()))
 
 
 def kernels_of(architecture: Architecture) -> list[Kernels]:
@@ -192,24 +195,28 @@ def _steps_of_family(architecture: Architecture, kernels: Kernels, number: int) 
 
 def _steps_of_tensors(architecture: Architecture, before: list[Step]) -> Iterator[Step]:
     known = {step.family for step in before}
+    both, forward = ("forward", "backward"), ("forward",)
     seen = set()
     for d, d_v in _HEADS:
         kinds = (
-            ("mask", MASKS, Sample(d, d_v, (700,), (590,), heads=4, mask="hqk", right=30)),
-            ("mask, packed", MASKS, Sample(d, d_v, (300, 41, 259), packed=True, padded=True, mask="qk")),
-            ("block mask", MASKS, Sample(d, d_v, (650, 650), heads=4, blocks=True)),
-            ("bias", BIASES, Sample(d, d_v, (400,), (348,), heads=4, bias="bhqk", right=0)),
-            ("bias, shared", BIASES, Sample(d, d_v, (300, 300), (333, 333), bias="qk", float32_bias=True)),
-            ("bias, packed", BIASES, Sample(d, d_v, (300, 41, 259), packed=True, padded=True, bias="hqk")),
+            ("mask", MASKS, both, Sample(d, d_v, (700,), (590,), heads=4, mask="hqk", right=30)),
+            ("mask, packed", MASKS, both, Sample(d, d_v, (300, 41, 259), packed=True, padded=True, mask="qk")),
+            ("block mask", MASKS, both, Sample(d, d_v, (650, 650), heads=4, blocks=True)),
+            ("bias", BIASES, both, Sample(d, d_v, (400,), (348,), heads=4, bias="bhqk", right=0)),
+            ("bias, shared", BIASES, both, Sample(d, d_v, (300, 300), (333, 333), bias="qk", float32_bias=True)),
+            ("bias, packed", BIASES, both, Sample(d, d_v, (300, 41, 259), packed=True, padded=True, bias="hqk")),
+            ("causal", MAX_LOGITS, forward, Sample(d, d_v, (_MANY,), (_MANY + 90,), right=0, max_logits=True)),
+            ("softcap", MAX_LOGITS, forward, Sample(d, d_v, (400,), (348,), softcap=15.0, max_logits=True)),
+            ("rising", MAX_LOGITS, forward, Sample(d, d_v, (300,), heads=4, rising=True, max_logits=True)),
         )
-        for name, judged, sample in kinds:
-            needs = tuple(family_of_sample(architecture, p, sample) for p in ("forward", "backward"))
+        for name, judged, passes, sample in kinds:
+            needs = tuple(family_of_sample(architecture, p, sample) for p in passes)
             if (name, needs) in seen:
                 continue
             seen.add((name, needs))
             assert set(needs) <= known, f"{sample} gets kernels that no step checks: {needs}"
-            full_name, is_long = f"{judged}: {name} d{d} {d_v}", "packed" in name
-            yield _step(full_name, judged, sample, ("forward", "backward"), _compare, needs=needs, is_long=is_long)
+            full_name, is_long = f"{judged}: {name} d{d} {d_v}", "packed" in name or name == "rising"
+            yield _step(full_name, judged, sample, passes, _compare, needs=needs, is_long=is_long)
 
 
 Run = Callable[[Sample, tuple[str, ...], Target], str | None]

@@ -161,12 +161,13 @@ def test_pairs_that_failed_leave_shorter_sequences_alone(machine: Machine) -> No
     assert machine.serves(d=128, rows=1500, causal=True)
 
 
-def test_masks_and_biases_are_families(machine: Machine) -> None:
-    machine.failed = {"masks": "no", "biases": "no"}
+def test_masks_biases_and_max_logits_are_families(machine: Machine) -> None:
+    machine.failed = {"masks": "no", "biases": "no", "max logits": "no"}
     shown = torch.ones(5, 5, dtype=torch.bool)
     assert machine.serves()
     assert not machine.serves(mask=shown)
     assert not machine.serves(bias=torch.zeros(5, 5, dtype=torch.bfloat16))
+    assert not machine.serves(return_max_logits=True)
 
 
 def test_what_is_no_family_of_one_pass_is_needed_by_all(machine: Machine) -> None:

@@ -92,9 +92,11 @@ def test_plain_pytorch_passes_all_steps(name: str) -> None:
 
 
 SAMPLES = {
-    "packed": Sample(16, 24, (40, 17, 0, 9), packed=True, padded=True, right=0, heads=4, sink=True, dlse=True),
+    "packed": Sample(
+        16, 24, (40, 17, 0, 9), packed=True, padded=True, right=0, heads=4, sink=True, dlse=True, max_logits=True
+    ),
     "window": Sample(16, 16, (13, 13), (21, 21), heads=4, heads_k=1, left=5, right=2, scale=-0.2),
-    "softcap": Sample(16, 16, (17,), (5,), softcap=1.5, left=4),
+    "softcap": Sample(16, 16, (17,), (5,), softcap=1.5, left=4, max_logits=True),
     "mask": Sample(16, 16, (30, 30), (33, 33), mask="hqk", right=3),
     "mask of keys, packed": Sample(16, 16, (30, 11, 5), packed=True, padded=True, mask="qk"),
     "bias": Sample(16, 16, (20, 20), (31, 31), bias="hqk", float32_bias=True),
@@ -119,6 +121,8 @@ def test_the_truth_is_the_oracles(sample: Sample) -> None:
     ).to(torch.float64)
     out, lse = oracle.attention(call)
     expected = {"out": out, "lse": lse, **gradients(call, out, lse, drawn.dout, drawn.dlse)}
+    if sample.max_logits:
+        expected["max_logits"] = oracle.max_logits(call)
     found = {name: x for name, x in drawn.truth._asdict().items() if x is not None}
     assert {name.replace("dlearnable_sink", "dsink") for name in expected} == found.keys()
     for name, x in expected.items():
