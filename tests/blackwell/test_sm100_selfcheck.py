@@ -49,6 +49,8 @@ def cases() -> dict[str, tuple[Kernels, Sample]]:
                 d, d_v, (150, 17, 0, 63), packed=True, padded=True, right=0, heads=2, heads_k=1, dlse=True
             ),
         }
+        if kernels.pass_name == "forward":
+            kinds["max logits"] = Sample(d, d_v, (200,), (150,), heads=1, heads_k=1, rising=True, max_logits=True)
         found |= {f"{kernels.family}: {name}": (kernels, sample) for name, sample in kinds.items()}
     return {name: case for name, case in found.items() if "pair" not in name or "packed" not in name}
 

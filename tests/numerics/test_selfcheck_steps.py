@@ -246,9 +246,9 @@ def test_kernels_are_compiled_ahead(name: str, monkeypatch: pytest.MonkeyPatch) 
     (configs,) = compiled
     assert len(configs) < 120
     found = {family(config) for config in configs}
-    assert found == {step.family for step in others} - {"masks", "together"}
+    assert found == {step.family for step in others} - {"masks", "max logits", "together"}
     for step in others:
-        if step.passes and step.family not in ("masks", "biases") and "2^31" not in step.name:
+        if step.passes and step.family not in ("masks", "biases", "max logits") and "2^31" not in step.name:
             assert prepare.run(replace(kernels, chosen=frozenset({step.name}))) is None
             assert [family(config) for config in compiled[-1]] == [step.family]
             assert set(compiled[-1]) <= set(configs)
