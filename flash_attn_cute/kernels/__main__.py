@@ -29,15 +29,7 @@ def page(schedule: Schedule, title: str) -> str:
     used = [pipeline for pipeline in schedule.pipelines if pipeline.stages]
     roles = [(r.name, _range(r.warps), r.registers, r.does) for r in schedule.roles]
     pipelines = [
-        (
-            p.name,
-            p.stages,
-            _arrivals(p.full),
-            p.num_bytes or "",
-            _arrivals(p.empty) or "none",
-            p.count,
-        )
-        for p in used
+        (p.name, p.stages, _arrivals(p.full), p.num_bytes or "", _arrivals(p.empty) or "none", p.count) for p in used
     ]
     shared = [
         (b.name, " x ".join(map(str, b.shape)), b.modes, b.dtype, f"in {b.place_of}" if b.place_of else b.num_bytes)

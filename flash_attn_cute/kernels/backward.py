@@ -94,13 +94,7 @@ class BackwardSizes:
         return parts
 
     def workspace_size(
-        self,
-        heads: int,
-        num_m_blocks: int,
-        heads_k: int,
-        num_n_blocks: int,
-        mask: MaskSizes | None,
-        shares: bool,
+        self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, mask: MaskSizes | None, shares: bool
     ) -> int:
         """Bytes of workspace.
 

@@ -7,6 +7,7 @@ flash_attn_cute.kernels describe`` prints. Needs no cutlass.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 KEY_TILE_FIELDS = 16  # Int32 that describe a tile of keys: ``common.key_tiles.KeyTile``
 PIECE_FIELDS = 12  # Int32 that describe a piece: ``common.bias_pieces.Piece``
@@ -21,16 +22,6 @@ ELEMENT_BYTES = {"operand": 2, "int32": 4, "float32": 4, "uint8": 1}  # an opera
 
 
 @dataclass(frozen=True)
-class Role:
-    """Warps that execute the same code."""
-
-    name: str
-    warps: range  # of the CTA
-    registers: int  # a thread
-    does: str
-
-
-@dataclass(frozen=True)
 class Arrivals:
     """Arrivals of a role at a barrier, for one phase."""
 
@@ -40,29 +31,34 @@ class Arrivals:
     ctas: str = ""  # whose roles arrive at the barrier of the cluster's first CTA; "": those of its own CTA
 
 
-def once(role: Role) -> Arrivals:
-    """One arrival, by one thread of the role."""
-    return Arrivals(role.name, "", 1)
+@dataclass(frozen=True)
+class Role:
+    """Warps that execute the same code."""
 
+    name: str
+    warps: range  # of the CTA
+    registers: int  # a thread
+    does: str
 
-def per_warp(role: Role, ctas: int = 1) -> Arrivals:
-    """One arrival by each warp of the role, in so many CTAs."""
-    return Arrivals(role.name, "each warp of", len(role.warps) * ctas, _BOTH if ctas > 1 else "")
+    def once(self) -> Arrivals:
+        """One arrival, by one thread."""
+        return Arrivals(self.name, "", 1)
 
+    def commit(self) -> Arrivals:
+        """One arrival by the tensor cores, when the products that the role has issued are done."""
+        return Arrivals(self.name, "a commit of", 1)
 
-def per_warp_of_a_warpgroup(role: Role, ctas: int = 1) -> Arrivals:
-    """One arrival by each warp of one of the role's warpgroups, in so many CTAs."""
-    return Arrivals(role.name, "each warp of a warpgroup of", 4 * ctas, _BOTH if ctas > 1 else "")
+    def per_warp(self, ctas: int = 1) -> Arrivals:
+        """One arrival by each warp, in so many CTAs."""
+        return Arrivals(self.name, "each warp of", len(self.warps) * ctas, _BOTH if ctas > 1 else "")
 
+    def per_warp_of_a_warpgroup(self, ctas: int = 1) -> Arrivals:
+        """One arrival by each warp of one of its warpgroups, in so many CTAs."""
+        return Arrivals(self.name, "each warp of a warpgroup of", 4 * ctas, _BOTH if ctas > 1 else "")
 
-def commit(role: Role) -> Arrivals:
-    """One arrival by the tensor cores, when the products that the role has issued are done."""
-    return Arrivals(role.name, "a commit of", 1)
-
-
-def per_thread(role: Role) -> Arrivals:
-    """One arrival by each thread of the role."""
-    return Arrivals(role.name, "each thread of", 32 * len(role.warps))
+    def per_thread(self) -> Arrivals:
+        """One arrival by each thread."""
+        return Arrivals(self.name, "each thread of", 32 * len(self.warps))
 
 
 @dataclass(frozen=True)
@@ -131,6 +127,11 @@ class Buffer:
     def stage_bytes(self) -> int:
         """Bytes of one index of the last mode."""
         return math.prod(self.shape[:-1]) * ELEMENT_BYTES[self.dtype]
+
+
+def operand(name: str, shape: tuple[int, ...], modes: str, swizzle: int = 0, **others: Any) -> Buffer:
+    """A tile for TMA and the tensor cores, in swizzled atoms over ``swizzle`` of its columns, by default over all."""
+    return Buffer(name, shape, modes, align=1024, swizzle=swizzle or shape[1], **others)
 
 
 @dataclass(frozen=True)

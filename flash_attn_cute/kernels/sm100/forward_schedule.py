@@ -1,19 +1,6 @@
 """The schedule of the forward kernels (``forward``, ``forward_pair``): roles, pipelines, memory and steps."""
 
-from flash_attn_cute.kernels.schedule import (
-    QUERY_TILE_FIELDS,
-    Buffer,
-    Columns,
-    Order,
-    Pipeline,
-    Role,
-    Schedule,
-    Step,
-    commit,
-    once,
-    per_warp,
-    per_warp_of_a_warpgroup,
-)
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Columns, Order, Pipeline, Role, Schedule, Step
 from flash_attn_cute.kernels.sm100.config import (
     CTAS,
     ENTRY_STAGES,
@@ -86,34 +73,34 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     o_stages = 0 if c.o_in_q else O_STAGES
     sO = Buffer("sO", (PART_ROWS, O_COLUMNS, o_stages), "row, columns of a piece, stage", align=1024, swizzle=O_COLUMNS)
 
-    part_of_softmax = per_warp_of_a_warpgroup(softmax, ctas)
-    tiles_read = (per_warp(softmax, ctas), per_warp(epilogue, ctas), per_warp(mma))
-    entries_read = (per_warp(softmax), per_warp(mma)) if c.leaves_out else (per_warp(softmax),)
+    part_of_softmax = softmax.per_warp_of_a_warpgroup(ctas)
+    tiles_read = (softmax.per_warp(ctas), epilogue.per_warp(ctas), mma.per_warp())
+    entries_read = (softmax.per_warp(), mma.per_warp()) if c.leaves_out else (softmax.per_warp(),)
     pipelines = (
         Pipeline(
             "tiles",
             TILE_STAGES,
             "a tile's fields",
-            (once(producer),),
-            (*tiles_read, per_warp(producer, ctas)) if pair else tiles_read,
+            (producer.once(),),
+            (*tiles_read, producer.per_warp(ctas)) if pair else tiles_read,
             tiles.stage_bytes if pair else 0,  # to the second CTA
         ),
         Pipeline(
             "q",
             parts,
             "a part of Q",
-            (once(producer),),
-            (commit(mma), once(epilogue)) if c.o_in_q else (commit(mma),),
+            (producer.once(),),
+            (mma.commit(), epilogue.once()) if c.o_in_q else (mma.commit(),),
             ctas * sQ.stage_bytes,
         ),
-        Pipeline("k", c.k_stages, "K of a block", (once(producer),), (commit(mma),), ctas * sK.stage_bytes),
-        Pipeline("v", c.v_stages, "V of a block", (once(producer),), (commit(mma),), ctas * sV.stage_bytes),
-        Pipeline("scores", 2, "S of a unit, then its P", (commit(mma),), (part_of_softmax,)),
+        Pipeline("k", c.k_stages, "K of a block", (producer.once(),), (mma.commit(),), ctas * sK.stage_bytes),
+        Pipeline("v", c.v_stages, "V of a block", (producer.once(),), (mma.commit(),), ctas * sV.stage_bytes),
+        Pipeline("scores", 2, "S of a unit, then its P", (mma.commit(),), (part_of_softmax,)),
         Pipeline("p", 2, "P of a unit but for its last 32 keys", (part_of_softmax,), ()),
-        Pipeline("outputs", parts, "O of a part", (commit(mma),), (per_warp(epilogue, ctas),)),
-        Pipeline("stats", parts, "sums of a part", (per_warp_of_a_warpgroup(softmax),), (per_warp(epilogue),)),
-        Pipeline("added", int(parts == 1), "O of a unit", (commit(mma),), ()),
-        Pipeline("entries", num_entries, "a block and its codes", (once(producer),), entries_read),
+        Pipeline("outputs", parts, "O of a part", (mma.commit(),), (epilogue.per_warp(ctas),)),
+        Pipeline("stats", parts, "sums of a part", (softmax.per_warp_of_a_warpgroup(),), (epilogue.per_warp(),)),
+        Pipeline("added", int(parts == 1), "O of a unit", (mma.commit(),), ()),
+        Pipeline("entries", num_entries, "a block and its codes", (producer.once(),), entries_read),
     )
     schedule = Schedule(
         kernel="kernels/sm100/" + ("forward_pair.py:ForwardPairSm100" if pair else "forward.py:ForwardSm100"),

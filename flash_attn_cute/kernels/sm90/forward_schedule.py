@@ -1,16 +1,6 @@
 """The schedule of the forward kernel (``forward``): roles, pipelines, shared memory and steps of a configuration."""
 
-from flash_attn_cute.kernels.schedule import (
-    QUERY_TILE_FIELDS,
-    Buffer,
-    Pipeline,
-    Role,
-    Schedule,
-    Step,
-    once,
-    per_thread,
-    per_warp,
-)
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 
 # The softmax of one warpgroup runs beside both products of the others, as in FlashAttention-3.
@@ -64,17 +54,21 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
         Step("bias", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
         Step("bias", "bias.empty", "copies the bias of block n", "bias.full"),
     )
-    done = (per_warp(mma), per_warp(bias)) if has_bias else (per_warp(mma),)
+    done = (mma.per_warp(), bias.per_warp()) if has_bias else (mma.per_warp(),)
     return Schedule(
         kernel="kernels/sm90/forward.py:ForwardSm90",
         work=f"{c.tile_m} queries of {'a head' if c.group == 1 else f'{c.group} heads'}: "
         + ("one tile after the other" if c.persistent else "one tile"),
         roles=(producer, bias, mma),
         pipelines=(
-            Pipeline("tiles", c.tile_stages, "a tile's fields and its Q", (once(producer),), done, sQ.stage_bytes),
-            Pipeline("k", c.stages, "K of a block, of all tiles", (once(producer),), (per_warp(mma),), sK.stage_bytes),
-            Pipeline("v", c.stages, "V of a block, of all tiles", (once(producer),), (per_warp(mma),), sV.stage_bytes),
-            Pipeline("bias", bias_stages, "bias of a block", (per_thread(bias),), (per_warp(mma),)),
+            Pipeline("tiles", c.tile_stages, "a tile's fields and its Q", (producer.once(),), done, sQ.stage_bytes),
+            Pipeline(
+                "k", c.stages, "K of a block, of all tiles", (producer.once(),), (mma.per_warp(),), sK.stage_bytes
+            ),
+            Pipeline(
+                "v", c.stages, "V of a block, of all tiles", (producer.once(),), (mma.per_warp(),), sV.stage_bytes
+            ),
+            Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), (mma.per_warp(),)),
         ),
         shared=(tiles, entries, sO, sQ, sK, sV, sBias),
         steps=(

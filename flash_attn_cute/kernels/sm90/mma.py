@@ -63,11 +63,7 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def store_row(
-    rX: cute.Tensor,
-    r: cutlass.Constexpr,
-    gX: cute.Tensor,
-    thread: Int32,
-    first_column: cutlass.Constexpr = 0,
+    rX: cute.Tensor, r: cutlass.Constexpr, gX: cute.Tensor, thread: Int32, first_column: cutlass.Constexpr = 0
 ) -> None:
     """Stores this thread's part of the r-th of its accumulator rows, in pairs of columns.
 

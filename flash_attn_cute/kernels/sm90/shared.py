@@ -23,11 +23,7 @@ def transposed(x: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def write(
-    rounded: cute.Tensor,
-    mma: cute.TiledMma,
-    sX: cute.Tensor,
-    thread: Int32,
-    transposes: cutlass.Constexpr = False,
+    rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32, transposes: cutlass.Constexpr = False
 ) -> None:
     """Writes a warpgroup's rounded accumulator to its tile in shared memory.
 

@@ -1,5 +1,7 @@
 """The schedule of the backward kernels (``cta``, ``two_pass``, ``pair``, ``pair_two_pass``), but for its steps."""
 
+from dataclasses import replace
+
 from flash_attn_cute.kernels.schedule import (
     KEY_TILE_FIELDS,
     Arrivals,
@@ -8,10 +10,7 @@ from flash_attn_cute.kernels.schedule import (
     Pipeline,
     Role,
     Schedule,
-    commit,
-    once,
-    per_warp,
-    per_warp_of_a_warpgroup,
+    operand,
 )
 from flash_attn_cute.kernels.sm100.backward.backward_steps import orders_of, steps_of, timeline_of
 from flash_attn_cute.kernels.sm100.config import (
@@ -87,7 +86,7 @@ def _pipelines(
 
     def loaded(name: str, stages: int, what: str, shape: tuple[int, int], *empty: Arrivals, more: int = 0) -> Pipeline:
         """A pipeline that TMA fills; TMA of a pair brings the bytes of both CTAs to the leader's barrier."""
-        return Pipeline(name, stages, what, (once(producer),), empty, 2 * shape[0] * shape[1] * ctas + more)
+        return Pipeline(name, stages, what, (producer.once(),), empty, 2 * shape[0] * shape[1] * ctas + more)
 
     def left(pieces: int) -> Arrivals:
         """Arrivals when a result that takes the place of an operand has left shared memory."""
@@ -98,7 +97,7 @@ def _pipelines(
         number = 4 * min(pieces, COMPUTE_WARPGROUPS) * ctas
         return Arrivals(compute.name, "each warp of warpgroups with pieces of", number, "both CTAs" if pair else "")
 
-    done, computed, all_computed = commit(mma), per_warp(compute), per_warp(compute, ctas)
+    done, computed, all_computed = mma.commit(), compute.per_warp(), compute.per_warp(ctas)
     others = (drain, compute, mma, adding, *((producer,) if pair else ()))
     K, V = (PART_ROWS, c.tile_d), (PART_ROWS, c.tile_dv)
     Q, dO = (c.queries_shared, c.tile_d), (c.queries_shared, c.tile_dv)
@@ -111,15 +110,15 @@ def _pipelines(
     q_more, do_more = (0, 0) if pair else (stats_bytes, stats_bytes) if one_pass else (2 * stats_bytes, 0)
     k = loaded("k", c.kv_stages, "K of a tile", K, k_empty)
     if c.holds_keys:  # which counts in its own CTA
-        k = Pipeline("k", c.kv_stages, "K of a tile", (once(producer),), (k_empty,), 2 * K[0] * K[1])
+        k = Pipeline("k", c.kv_stages, "K of a tile", (producer.once(),), (k_empty,), 2 * K[0] * K[1])
     exchanged = 2 * PART_ROWS * c.queries_shared
     return (
         Pipeline(
             "tiles",
             TILE_STAGES,
             "a tile's fields",
-            (once(producer),),
-            tuple(per_warp(role, ctas) for role in others),
+            (producer.once(),),
+            tuple(role.per_warp(ctas) for role in others),
             4 * KEY_TILE_FIELDS if pair else 0,  # to the second CTA
         ),
         k,
@@ -135,15 +134,15 @@ def _pipelines(
             () if pair and one_pass and not c.dQ_over_S else (all_computed,),
         ),
         Pipeline("dp", 2 - c.num_passes, "dP of a step", (done,), (all_computed,)),
-        Pipeline("dq", c.parts_dQ, "dQ of a step, or a part of it", (done,), (per_warp(drain, ctas),)),
+        Pipeline("dq", c.parts_dQ, "dQ of a step, or a part of it", (done,), (drain.per_warp(ctas),)),
         *(
-            Pipeline(name, DQ_STAGES, "a piece of dQ", (per_warp(drain),), (once(adding),))
+            Pipeline(name, DQ_STAGES, "a piece of dQ", (drain.per_warp(),), (adding.once(),))
             for name in ("pieces_even", "pieces_odd")  # of even and of odd steps: an adding warp has its own
         ),
         Pipeline("dv", 1, "dV of a tile", (done,), (read(c.pieces_dV),)),
         Pipeline("dk", 1, "dK of a tile", (done,), (read(c.pieces_dK),)),
-        Pipeline("entries", ENTRY_STAGES if listed else 0, "an entry of a list", (once(producer),), (computed,)),
-        Pipeline("turns", ENTRY_STAGES if listed else 0, "a turn", (once(producer),), (per_warp(adding),)),
+        Pipeline("entries", ENTRY_STAGES if listed else 0, "an entry of a list", (producer.once(),), (computed,)),
+        Pipeline("turns", ENTRY_STAGES if listed else 0, "a turn", (producer.once(),), (adding.per_warp(),)),
         loaded("k_columns", int(pair), "K of a tile, by columns", K_columns, k_columns_empty),
         loaded("q_columns", int(pair and one_pass), "Q of a step, by columns", Q_columns, done),
         loaded("do_columns", c.num_passes if pair else 0, "dO of a step, by columns", dO_columns, done),
@@ -152,7 +151,7 @@ def _pipelines(
             "exchange",
             int(pair),
             "dS of a step, from the other CTA",
-            (per_warp_of_a_warpgroup(compute),),
+            (compute.per_warp_of_a_warpgroup(),),
             (Arrivals(mma.name, "", 1, "the second CTA"),),
             exchanged,
         ),
@@ -160,7 +159,7 @@ def _pipelines(
             "stats",
             STATS_STAGES if pair else 0,
             "lse and delta of a step",
-            (once(producer),),
+            (producer.once(),),
             (computed,),
             2 * stats_bytes,
         ),
@@ -185,57 +184,52 @@ def _buffers(c: BackwardConfig) -> tuple[Buffer, ...]:
     )
 
 
-def _operand(name: str, shape: tuple[int, ...], modes: str, place_of: str = "", offset: int = 0) -> Buffer:
-    return Buffer(name, shape, modes, align=1024, swizzle=shape[1], place_of=place_of, offset=offset)
-
-
 def _operands(c: BackwardConfig) -> tuple[Buffer, ...]:
     """Operands of a CTA alone."""
     return (
-        _operand("sK", (c.tile_n, c.tile_d, c.kv_stages), "key, d, stage; then dK"),
-        _operand("sV", (c.tile_n, c.tile_dv, c.kv_stages), "key, d_v, stage; then dV"),
-        _operand("sQ", (c.tile_m, c.tile_d, c.q_stages), "query, d, stage"),
-        _operand("sdO", (c.tile_m, c.tile_dv, c.do_stages), "query, d_v, stage"),
-        _operand("sdS", (c.tile_n, c.tile_m), "key, query"),
+        operand("sK", (c.tile_n, c.tile_d, c.kv_stages), "key, d, stage; then dK"),
+        operand("sV", (c.tile_n, c.tile_dv, c.kv_stages), "key, d_v, stage; then dV"),
+        operand("sQ", (c.tile_m, c.tile_d, c.q_stages), "query, d, stage"),
+        operand("sdO", (c.tile_m, c.tile_dv, c.do_stages), "query, d_v, stage"),
+        operand("sdS", (c.tile_n, c.tile_m), "key, query"),
     )
 
 
 def _operands_of_a_pair(c: BackwardConfig) -> tuple[Buffer, ...]:
     """Operands of a CTA of a pair: its own keys, and half of what is split among both."""
     return (
-        _operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage; then dK"),
-        _operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d"),
-        _operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dV"),
-        _operand("sQ", (c.queries_shared, c.tile_d), "its query, d"),
-        _operand("sQ_columns", (c.tile_m, c.tile_d // CTAS), "query, its d"),
-        _operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v"),
-        _operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS), "query, its d_v"),
-        _operand("sdS", (PART_ROWS, c.queries_shared, CTAS + 1), "key, its query, CTA of the keys and what is sent"),
+        operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage; then dK"),
+        operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d"),
+        operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dV"),
+        operand("sQ", (c.queries_shared, c.tile_d), "its query, d"),
+        operand("sQ_columns", (c.tile_m, c.tile_d // CTAS), "query, its d"),
+        operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v"),
+        operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS), "query, its d_v"),
+        operand("sdS", (PART_ROWS, c.queries_shared, CTAS + 1), "key, its query, CTA of the keys and what is sent"),
     )
 
 
 def _places_of_two_passes(c: BackwardConfig) -> tuple[Buffer, ...]:
     """Operands of a CTA of a pair in two passes, which share places: one after the other is there."""
-    sdO = _operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v", "gradients")
+    sdO = operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v")
     places = {
         "keys": (
-            _operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage", "keys"),
-            _operand("sdV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage", "keys"),
-            _operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d", "keys"),
+            operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage"),
+            operand("sdV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage"),
+            operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d"),
         ),
-        "values": (_operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dK", "values"),),
+        "values": (operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dK"),),
         "queries": (
-            _operand("sQ", (c.queries_shared, c.tile_d, c.q_stages), "its query, d, stage", "queries"),
-            _operand("sQ_columns", (c.tile_m, c.tile_d // CTAS, c.q_stages), "query, its d, stage", "queries"),
+            operand("sQ", (c.queries_shared, c.tile_d, c.q_stages), "its query, d, stage"),
+            operand("sQ_columns", (c.tile_m, c.tile_d // CTAS, c.q_stages), "query, its d, stage"),
         ),
         "gradients": (
-            _operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS, c.num_passes), "query, its d_v, stage", "gradients"),
+            operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS, c.num_passes), "query, its d_v, stage"),
             sdO,
-            _operand(
+            operand(
                 "sdS",
                 (PART_ROWS, c.queries_shared, CTAS + 1),
                 "key, its query, CTA of the keys and what is sent",
-                "gradients",
                 offset=sdO.extent,
             ),
         ),
@@ -245,7 +239,7 @@ def _places_of_two_passes(c: BackwardConfig) -> tuple[Buffer, ...]:
         for place, operands in places.items()
         for buffer in (
             Buffer(place, (max(x.offset + x.extent for x in operands),), "element", align=1024),
-            *operands,
+            *(replace(x, place_of=place) for x in operands),
         )
     )
 

@@ -12,9 +12,7 @@ from flash_attn_cute.kernels.schedule import (
     Role,
     Schedule,
     Step,
-    commit,
-    once,
-    per_warp,
+    operand,
 )
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -57,7 +55,7 @@ def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
     producer = Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), others, "finds pieces; issues TMA")
 
     def loaded(name: str, what: str, columns: int) -> Pipeline:
-        return Pipeline(name, c.stages, what, (once(producer),), (commit(mma),), 2 * (c.tile_m + c.tile_n) * columns)
+        return Pipeline(name, c.stages, what, (producer.once(),), (mma.commit(),), 2 * (c.tile_m + c.tile_n) * columns)
 
     schedule = Schedule(
         kernel="kernels/sm100/backward/bias_gradient.py:BiasGradientSm100",
@@ -70,17 +68,17 @@ def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
             Role("idle", range(PRODUCER_WARP + 1, WARPS), others, "idle"),
         ),
         pipelines=(
-            Pipeline("pieces", PIECE_STAGES, "32 pieces", (once(producer),), (per_warp(compute), per_warp(mma))),
+            Pipeline("pieces", PIECE_STAGES, "32 pieces", (producer.once(),), (compute.per_warp(), mma.per_warp())),
             loaded("qk", "Q and K of a piece", c.tile_d),
             loaded("dov", "dO and V of a piece", c.tile_dv),
-            Pipeline("scores", c.score_stages, "S of a piece", (commit(mma),), (per_warp(compute),)),
-            Pipeline("dp", 1, "dP of a piece", (commit(mma),), (per_warp(compute),)),
+            Pipeline("scores", c.score_stages, "S of a piece", (mma.commit(),), (compute.per_warp(),)),
+            Pipeline("dp", 1, "dP of a piece", (mma.commit(),), (compute.per_warp(),)),
         ),
         shared=(
             Buffer("holder", (1,), "address of tensor memory", "int32"),
             Buffer("pieces", (PIECE_FIELDS, PIECE_BATCH, PIECE_STAGES), "field, piece, stage", "int32"),
             *(
-                Buffer(name, (*shape, c.stages), "row, column, stage", align=1024, swizzle=shape[1])
+                operand(name, (*shape, c.stages), "row, column, stage")
                 for name, shape in zip(PIECE_OPERANDS, c.operands, strict=True)
             ),
         ),

@@ -102,14 +102,7 @@ class Scores:
         return Block(tile_idx, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
 
     def compute_P(
-        self,
-        work: Work,
-        block: Block,
-        step: Int32,
-        number: Int32,
-        first: Int32 | int,
-        *,
-        stores: bool = True,
+        self, work: Work, block: Block, step: Int32, number: Int32, first: Int32 | int, *, stores: bool = True
     ) -> list[Int32]:
         """Computes P of a step from S, which has a number in its ring and a first column.
 
@@ -136,14 +129,7 @@ class Scores:
         return P
 
     def compute_dS(
-        self,
-        work: Work,
-        P: list[Int32],
-        block: Block,
-        step: Int32,
-        ring: Ring,
-        number: Int32,
-        first: Int32 | int,
+        self, work: Work, P: list[Int32], block: Block, step: Int32, ring: Ring, number: Int32, first: Int32 | int
     ) -> None:
         """Computes dS of a step from dP, which has a number in that ring and a first column."""
         c, shared, rings = self.config, work.shared, work.shared.rings
@@ -200,12 +186,7 @@ class Scores:
             tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
             first_query = m_block * c.tile_m + c.queries * work.warpgroup
             words = within_interval(
-                words,
-                work.arguments.mIntervals,
-                tile.batch,
-                tile.k.length,
-                tile.first_key + work.thread,
-                first_query,
+                words, work.arguments.mIntervals, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
             )
             is_cut = hides_some(words)
         return is_cut, words

@@ -174,12 +174,7 @@ class Transfers:
 
     @cute.jit
     def _put(
-        self,
-        shared: Shared,
-        numbers: cutlass.Constexpr,
-        part: cutlass.Constexpr,
-        i: cutlass.Constexpr,
-        thread: Int32,
+        self, shared: Shared, numbers: cutlass.Constexpr, part: cutlass.Constexpr, i: cutlass.Constexpr, thread: Int32
     ) -> None:
         """Writes a thread's share of the i-th piece of dQ to shared memory, from its numbers of a part."""
         c, place, first = self.config, shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns

@@ -130,13 +130,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     @cute.jit
     def _second_pass(
-        self,
-        products: Products,
-        shared: PairShared,
-        tile_idx: Int32,
-        dq_step: Int32,
-        number: Int32,
-        num: Int32,
+        self, products: Products, shared: PairShared, tile_idx: Int32, dq_step: Int32, number: Int32, num: Int32
     ) -> None:
         """DK of the step before, S and dP of a step, and dQ of the one before."""
         c, rings = self.config, shared.rings

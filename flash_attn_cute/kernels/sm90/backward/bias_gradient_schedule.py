@@ -10,9 +10,7 @@ from flash_attn_cute.kernels.schedule import (
     Role,
     Schedule,
     Step,
-    once,
-    per_thread,
-    per_warp,
+    operand,
 )
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 
@@ -31,7 +29,7 @@ def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
     producer = Role("producer", range(1), _LOADING, "finds pieces; issues TMA")
     bias = Role("bias", range(1, 4), _LOADING, "copies the tile's bias" if copies else "idle")
     mma = Role("mma", range(4, 4 + c.tile_m // 16), _COMPUTING, "64 queries a warpgroup: S, dP, and the sum of dS")
-    filled, done = (once(producer),), (per_warp(mma),)
+    filled, done = (producer.once(),), (mma.per_warp(),)
 
     def loaded(name: str, what: str, columns: int) -> Pipeline:
         return Pipeline(name, c.stages, what, filled, done, 2 * (c.tile_m + c.tile_n) * columns)
@@ -43,14 +41,14 @@ def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
         pipelines=(
             loaded("qk", "Q and K of a piece", c.tile_d),
             loaded("dov", "dO and V of a piece", c.tile_dv),
-            Pipeline("bias", int(copies), "the tile's bias, once", (per_thread(bias),), ()),
+            Pipeline("bias", int(copies), "the tile's bias, once", (bias.per_thread(),), ()),
             Pipeline("pieces", PIECE_STAGES, f"{PIECE_BATCH} pieces", filled, done),
         ),
         shared=(
             Buffer("pieces", (PIECE_FIELDS, PIECE_BATCH, PIECE_STAGES), "field, piece, stage", "int32"),
             Buffer("sums", (c.tile_n, len(mma.warps)), "key, warp", "float32"),
             *(
-                Buffer(name, (*shape, c.stages), "row, column, stage", align=1024, swizzle=shape[1])
+                operand(name, (*shape, c.stages), "row, column, stage")
                 for name, shape in zip(PIECE_OPERANDS, c.operands, strict=True)
             ),
             Buffer("sBias", (c.bias_pitch, c.bias_rows, int(copies)), "byte, row, stage", "uint8", align=128),

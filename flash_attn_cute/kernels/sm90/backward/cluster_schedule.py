@@ -1,6 +1,6 @@
 """The schedule of the backward kernel above d = 128 (``cluster``): roles, pipelines, shared memory and steps."""
 
-from flash_attn_cute.kernels.schedule import Arrivals, Buffer, Order, Pipeline, Role, Schedule, Step, once, per_warp
+from flash_attn_cute.kernels.schedule import Arrivals, Buffer, Order, Pipeline, Role, Schedule, Step, operand
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 
 STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
@@ -39,17 +39,17 @@ def cluster_schedule(config: BackwardClusterConfig) -> Schedule:
     )
     order_stages = _ORDER_STAGES if ordered else 0
     half = ", or half of it" if c.parts_dO > 1 else ""
-    by_q, by_do, read = (once(q_producer),), (once(do_producer),), _in_both(scores, gradients)
+    by_q, by_do, read = (q_producer.once(),), (do_producer.once(),), _in_both(scores, gradients)
     pipelines = (
         Pipeline("k", 1, "K; some of the other CTA's", by_q, (), 2 * 64 * (c.tile_d + c.columns_dQ), has_empty=False),
         Pipeline("v", 1, "V", by_do, (), 2 * 64 * c.tile_dv, has_empty=False),
         Pipeline("q", STAGES, "Q, lse and delta of a step", by_q, read, 64 * (2 * c.tile_d + 4 * 2)),
         Pipeline("do", STAGES, f"dO of a step{half}", by_do, read, 2 * 64 * c.columns_dO),
-        Pipeline("p", 1, "P of a step", (per_warp(scores),), (per_warp(gradients),)),
+        Pipeline("p", 1, "P of a step", (scores.per_warp(),), (gradients.per_warp(),)),
         # The bytes come from the other CTA.
-        Pipeline("ds", STAGES, "dS of a step", (per_warp(gradients),), _in_both(sums), 2 * 64 * 64),
-        Pipeline("order", order_stages, "the turn of a step", (once(waiting),), (once(signalling),)),
-        Pipeline("added", order_stages, "dQ of a step, added", (per_warp(sums),), (), has_empty=False),
+        Pipeline("ds", STAGES, "dS of a step", (gradients.per_warp(),), _in_both(sums), 2 * 64 * 64),
+        Pipeline("order", order_stages, "the turn of a step", (waiting.once(),), (signalling.once(),)),
+        Pipeline("added", order_stages, "dQ of a step, added", (sums.per_warp(),), (), has_empty=False),
     )
     return Schedule(
         kernel="kernels/sm90/backward/cluster.py:BackwardClusterSm90",
@@ -65,10 +65,6 @@ def cluster_schedule(config: BackwardClusterConfig) -> Schedule:
 
 def _buffers(c: BackwardClusterConfig, order_stages: int) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
-
-    def operand(name: str, shape: tuple[int, ...], modes: str, swizzle: int = 0) -> Buffer:
-        return Buffer(name, shape, modes, align=1024, swizzle=swizzle or shape[1])
-
     return (
         Buffer("turns", (order_stages,), "order stage", "int32"),
         Buffer("tile", (1,), "index", "int32"),

@@ -1,17 +1,6 @@
 """The schedule of the backward kernel up to d = 128 (``cta``): roles, pipelines, shared memory and steps."""
 
-from flash_attn_cute.kernels.schedule import (
-    KEY_TILE_FIELDS,
-    Buffer,
-    Pipeline,
-    Role,
-    Schedule,
-    Step,
-    once,
-    per_thread,
-    per_warp,
-    per_warp_of_a_warpgroup,
-)
+from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step, operand
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 _TILE_STAGES = 2
@@ -40,8 +29,8 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
     does = "; ".join(what for what, is_done in fills.items() if is_done) or "idle"
     filling = Role("filling", range(1 + warpgroups, 4), loading, does)
     mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, "64 keys a warpgroup: P, dS, all products; rounds dQ")
-    filled, done = (once(producer),), (per_warp(mma),)
-    all_done = (per_warp(mma), per_warp(storing), *((per_warp(filling),) if has_bias else ()))
+    filled, done = (producer.once(),), (mma.per_warp(),)
+    all_done = (mma.per_warp(), storing.per_warp(), *((filling.per_warp(),) if has_bias else ()))
     keys, queries = 2 * c.tile_n * c.tile_d, 2 * c.tile_m * c.tile_d
     of_q = "Q and lse of a step" + (", units of dQ" if c.fixed_point else "")
     bias_stages = c.bias_stages if has_bias else 0
@@ -59,10 +48,10 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
             # An arrival also says that the warp does not read the other stage any more.
             Pipeline("ds", 2, "dS of a step", done, (), has_empty=False),
             *(
-                Pipeline(out, 1, "dQ of a step; dV or dK", (per_warp_of_a_warpgroup(mma),), (once(storing),))
+                Pipeline(out, 1, "dQ of a step; dV or dK", (mma.per_warp_of_a_warpgroup(),), (storing.once(),))
                 for out in outs
             ),
-            Pipeline("bias", bias_stages, "bias of a step", (per_thread(filling),), done),
+            Pipeline("bias", bias_stages, "bias of a step", (filling.per_thread(),), done),
             Pipeline("steps", _STEP_STAGES, "a step's fields", filled, ()),
         ),
         shared=_buffers(c, bias_stages),
@@ -74,35 +63,20 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
 def _buffers(c: BackwardCtaConfig, bias_stages: int) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
     warpgroups = c.num_mma_warpgroups
+    part_of_K = 64 if c.transposes_dQ else c.columns_dQ
     dS, dS_modes = ((c.tile_m, 64), "query, key") if c.transposes_dQ else ((64, c.tile_m), "key, query")
-
-    def operand(name: str, shape: tuple[int, ...], modes: str, swizzle: int = c.tile_d) -> Buffer:
-        return Buffer(name, shape, modes, align=1024, swizzle=swizzle)
-
     return (
         Buffer("tile_fields", (KEY_TILE_FIELDS, _TILE_STAGES), "field, tile stage", "int32"),
         Buffer("step_fields", (5 if c.features.listed else 2, _STEP_STAGES), "field, step", "int32"),
         Buffer("sBias", (c.bias_pitch, c.bias_rows, bias_stages), "byte, row, bias stage", "uint8", align=16),
         Buffer("stats", (c.tile_m, c.numbers_a_query, c.stages), "query, number, stage", "float32", align=128),
         # No swizzled atom of K may hold columns of two parts of dQ.
-        operand(
-            "sK",
-            (64, c.tile_d, warpgroups, c.k_stages),
-            "key, d, warpgroup, stage",
-            64 if c.transposes_dQ else c.columns_dQ,
-        ),
+        operand("sK", (64, c.tile_d, warpgroups, c.k_stages), "key, d, warpgroup, stage", part_of_K),
         operand("sV", (64, c.tile_d, warpgroups), "key, d, warpgroup"),
         operand("sQ", (c.tile_m, c.tile_d, c.stages), "query, d, stage"),
         operand("sdO", (c.tile_m, c.tile_d, c.stages), "query, d, stage"),
-        operand("sdS", (*dS, warpgroups, 2), f"{dS_modes}, warpgroup, stage", 64 if c.transposes_dQ else c.tile_m),
-        Buffer(
-            "sOut",
-            (64, c.tile_d, warpgroups),
-            "key, d, warpgroup: dV or dK; or dQ in float32",
-            align=1024,
-            swizzle=c.tile_d,
-            apart=2 * 64 * c.columns_dQ,
-        ),
+        operand("sdS", (*dS, warpgroups, 2), f"{dS_modes}, warpgroup, stage"),
+        operand("sOut", (64, c.tile_d, warpgroups), "key, d, warpgroup: dV, dK or dQ", apart=128 * c.columns_dQ),
     )
 
 

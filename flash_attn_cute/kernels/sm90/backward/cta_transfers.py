@@ -145,12 +145,7 @@ class Transfers:
                 ring.announce(step)
                 if const_expr(i == 0 and c.fixed_point):  # units of dQ
                     cute.copy(numbers, ws.mStats[2, head, block, None], shared.stats[None, 2, stage], mbar_ptr=full)
-                cute.copy(
-                    numbers,
-                    ws.mStats[i, head, block, None],
-                    shared.stats[None, i, stage],
-                    mbar_ptr=full,
-                )
+                cute.copy(numbers, ws.mStats[i, head, block, None], shared.stats[None, i, stage], mbar_ptr=full)
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
 
     @cute.jit
