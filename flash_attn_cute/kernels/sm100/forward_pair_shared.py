@@ -3,27 +3,22 @@
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
-from flash_attn_cute.kernels.sm100.config import SECOND
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
+from flash_attn_cute.kernels.sm100.frame import InPair
 
 _FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
 
 
 @dataclass(frozen=True)
-class PairShared(Shared):
+class PairShared(Shared, InPair):
     """Shared memory of a CTA and what guards it."""
 
-    rank: Int32  # of the CTA: the leader is 0
+    rank: Int32
     tiles_sent: cute.Tensor  # the leader's copy of what the second CTA reads
-
-    @property
-    def is_leader(self) -> Boolean:
-        """Whether it is the CTA that chooses tiles and issues products."""
-        return self.rank != SECOND
 
     @cute.jit
     def publish(self, tile: QueryTile, queries: int, step: Int32) -> None:

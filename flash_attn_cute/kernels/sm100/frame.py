@@ -6,11 +6,11 @@ before both: one writes to the other's shared memory and arrives at its barriers
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, TENSOR_COLUMNS, WARPS
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, SECOND, TENSOR_COLUMNS, WARPS
 
 THREADS = 32 * WARPS
 
@@ -66,3 +66,14 @@ def meet_in_cluster() -> None:
     """All threads of all its CTAs."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+
+
+class InPair:
+    """What belongs to a CTA of a pair."""
+
+    rank: Int32  # of the CTA: the leader is 0
+
+    @property
+    def is_leader(self) -> Boolean:
+        """Whether it is the CTA that chooses tiles and issues products."""
+        return self.rank != SECOND

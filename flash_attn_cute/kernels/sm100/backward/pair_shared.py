@@ -2,31 +2,26 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_attn_cute.kernels.common.assembly import copy_to_cta
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
-from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS, SECOND
+from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
+from flash_attn_cute.kernels.sm100.frame import InPair
 
 OUT = CTAS  # the place of dS that is to be sent
 
 
 @dataclass(frozen=True)
-class PairShared(Shared):
+class PairShared(Shared, InPair):
     """Shared memory of a CTA and what guards it."""
 
     sK_columns: cute.Tensor
     sQ_columns: cute.Tensor
     sdO_columns: cute.Tensor
-    rank: Int32  # of the CTA: the leader is 0
+    rank: Int32
     sdV: cute.Tensor | None = None  # where dV leaves through, in two passes
-
-    @property
-    def is_leader(self) -> cutlass.Boolean:
-        """Whether it is the CTA that chooses tiles and issues products."""
-        return self.rank != SECOND
 
     def _signal(self, tile_idx: Int32) -> None:
         """Signals, by one thread of the leader, that the fields are written, and sends them to the second CTA."""
