@@ -51,7 +51,7 @@ def test_parts_that_see_different_blocks() -> None:
 MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-causal": ([300], [400], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
     "d64-packed": ([150, 0, 260], [200, 100, 140], {"mask": (1, 1, 1), "window_size": (None, 60)}),
-    "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
+    "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1), "causal": True}),
     "d128-everything": ([150, 1], [200, 0], {"head_dim": 128, "softcap": 5.0, "sink": True, "seqused": True}),
     "d256-by-batch": ([60, 200], [140, 80], {"head_dim": 256, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
 }
