@@ -36,7 +36,8 @@ class AllGather:
         queries = {document: runs for document, runs in layout.queries_of(rank).items() if document not in whole}
         needed = {document: ranges for document, ranges in layout.needed_by(rank).items() if document not in whole}
         collected, self._num_collected = side_by_side(needed)
-        parts = parts_of(side_by_side(queries)[0], collected, layout.bands)
+        shared, num_shared = side_by_side(queries)
+        parts = parts_of(shared, collected, layout.bands)
         self._queries = union(row for runs in queries.values() for row in rows_of(runs))
         self._keys = union(row for document, runs in held.items() if document not in whole for row in rows_of(runs))
         # For each peer: the ranges of this rank's rows that it needs, and the ranges of collected rows that it sends.
@@ -48,9 +49,10 @@ class AllGather:
             taken = common(needed, layout.keys_of(peer))
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
         self._padding = layout.padding_of(rank)
-        self._calls = calls_of(parts, device)
-        self._largest_first = sorted(self._calls, key=lambda call: call.k_start - call.k_stop)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
+        self._calls = calls_of(parts, device, None if self._shares_queries else num_shared)
+        # Each on its own rows alone, as gradients of the first one are added to like those of the others.
+        self._largest_first = sorted(calls_of(parts, device), key=lambda call: call.k_start - call.k_stop)
         self._shares_heads = shares_heads
         self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 

@@ -101,18 +101,20 @@ class Merged:
 
     def __init__(self, q: Tensor, d_v: int, *, shared: bool, max_logits: bool = False) -> None:
         """For queries like q, none of which is in two calls unless they are shared; with max_logits, or without."""
-        self._dtype, self._shared = q.dtype, shared
-        self._out = q.new_zeros((*q.shape[:-1], d_v), dtype=wide(q.dtype) if shared else q.dtype)
-        self._lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype))
-        self._max_logits = self._lse.new_full((q.shape[1],), -torch.inf) if max_logits else None
+        self._q, self._d_v, self._shared, self._wants = q, d_v, shared, max_logits
+        self._merged: Results | None = None
 
     def add(self, call: Call, results: Results) -> None:
         """One call's results; out and lse are 0 and -inf in rows that its sequences leave out."""
+        if self._merged is None and (call.q_start, call.q_stop) == (0, self._q.shape[0]):
+            self._merged = results
+            return
+        old_out, old_lse, old_max_logits = self._so_far()
         out, lse, max_logits = results
-        if self._max_logits is not None and max_logits is not None:
-            torch.maximum(self._max_logits, max_logits, out=self._max_logits)
+        if old_max_logits is not None and max_logits is not None:
+            torch.maximum(old_max_logits, max_logits, out=old_max_logits)
         rows = slice(call.q_start, call.q_stop)
-        old_out, old_lse = self._out[rows], self._lse[:, rows]
+        old_out, old_lse = old_out[rows], old_lse[:, rows]
         if not self._shared:
             old_out += out
             torch.maximum(old_lse, lse, out=old_lse)
@@ -123,8 +125,18 @@ class Merged:
 
     def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> Results:
         """Out, rounded to the inputs' dtype, lse and max_logits; see ``with_sink``."""
-        out, lse = with_sink(self._out, self._lse, sink, padding)
-        return Results(out.to(self._dtype), lse, self._max_logits)
+        merged = self._so_far()
+        out, lse = with_sink(merged.out, merged.lse, sink, padding)
+        return Results(out.to(self._q.dtype), lse, merged.max_logits)
+
+    def _so_far(self) -> Results:
+        """The results of the calls that there have been; 0 and -inf before the first one."""
+        if self._merged is None:
+            q, sums = self._q, wide(self._q.dtype)
+            out = q.new_zeros((*q.shape[:-1], self._d_v), dtype=sums if self._shared else q.dtype)
+            lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=sums)
+            self._merged = Results(out, lse, lse.new_full((q.shape[1],), -torch.inf) if self._wants else None)
+        return self._merged
 
 
 def with_sink(

@@ -94,11 +94,11 @@ def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None
     received, key = _Rows(others - network, network), shape.nheads_k * (shape.d + shape.d_v)
     # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
     keys, sums = received.seconds(key * shape.itemsize), received.seconds(key * 4)
-    # Out is zeroed, and read and written twice as it is added to; so is dQ, to which float32 is added. If the rank has
-    # documents of its own, too, rows of q and out are copied, and backward those of q, out, dout and dQ. K and V are
-    # copied, and their gradients summed in float32.
+    # Half of out is added to; dQ is zeroed, and float32 is added to all of it. If the rank has documents of its own,
+    # too, rows of q and out are copied, and backward those of q, out, dout and dQ. K and V are copied, and their
+    # gradients summed in float32.
     query, own_keys = queries * shape.nheads * shape.d_v * shape.itemsize, layout.keys.num_rows(rank) * key
-    copied = 5 * query + 4 * own_keys * shape.itemsize, 7 * query + own_keys * (4 * shape.itemsize + 8 * 4)
+    copied = 2 * query + 4 * own_keys * shape.itemsize, 7 * query + own_keys * (4 * shape.itemsize + 8 * 4)
     if whole:
         copied = copied[0] + 4 * query, copied[1] + 8 * query
     # Gradients of all keys as summed, and those of a call, which kernels sum in a workspace if heads are grouped.
@@ -123,9 +123,9 @@ def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
     buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 8
     # Queries meet each block in tiles of its own; on average half of either see each other under a causal mask.
     again = _kernels(0, 0.75 * min(passing, steps * rows), shape)
-    # Once, as with all_gather.
+    # Once, as with all_gather; out of the first step is a place for the others'.
     own_keys, once = max(layout.keys.num_rows(rank) for rank in range(size)) * key, queries * shape.d_v * shape.itemsize
-    copied = 5 * once + 2 * own_keys * shape.itemsize, 7 * once + own_keys * (2 * shape.itemsize + 6 * 4)
+    copied = 2 * own_keys * shape.itemsize, 7 * once + own_keys * (2 * shape.itemsize + 6 * 4)
     # Out of a step is written in float32, by threads and not by TMA, which is counted twice, and read; out of all keys
     # is read and written twice. Gradients of a step likewise, once each; their sums are read and written.
     merged = steps * queries * shape.d_v * (28 - shape.itemsize) / MEMORY

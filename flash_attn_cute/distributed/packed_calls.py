@@ -135,8 +135,12 @@ def _with_more_queries(a: Part, b: Part) -> Part | None:
     return Part(a.q_start, b.q_stop, a.k_start, b.k_stop, None, a.right)
 
 
-def calls_of(parts: Iterable[Part], device: torch.device) -> tuple[Call, ...]:
-    """The fewest packed calls that compute the parts. Parts of a call have one window and share no rows."""
+def calls_of(parts: Iterable[Part], device: torch.device, num_q: int | None = None) -> tuple[Call, ...]:
+    """The fewest packed calls that compute the parts. Parts of a call have one window and share no rows.
+
+    With ``num_q``, the number of rows of queries, the first call is on all of them if it is on the first one. Its
+    results are then a place for those of the others.
+    """
     groups: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: (part.q_start, part.k_start)):
         for group in groups:
@@ -146,7 +150,8 @@ def calls_of(parts: Iterable[Part], device: torch.device) -> tuple[Call, ...]:
                 break
         else:
             groups.append([part])
-    return tuple(_call(group, device) for group in groups)
+    widened = [num_q if i == 0 and group[0].q_start == 0 else None for i, group in enumerate(groups)]
+    return tuple(_call(group, device, q_stop) for group, q_stop in zip(groups, widened, strict=True))
 
 
 def call_of_all_rows(parts: Sequence[Part], num_q: int, num_k: int, device: torch.device) -> Call | None:
