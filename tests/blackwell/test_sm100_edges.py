@@ -1,5 +1,6 @@
 """Numbers at an edge, on Blackwell's kernels, executed on the CPU; and their polynomials of exp2 alone."""
 
+import dataclasses
 import random
 import tempfile
 
@@ -9,6 +10,8 @@ import torch
 
 from lab import interpreter
 from lab.interpreter.state import Array
+from tests.lib import oracle
+from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
 from tests.lib.edge_calls import EDGES
 from tests.lib.interpreted import backward, forward
 
@@ -18,6 +21,25 @@ def test_edges(name: str) -> None:
     call = EDGES[name](dtype=torch.float16)
     forward.check(call, random.Random(name))
     backward.check(call, backward.Interpreted(random.Random(name)))
+
+
+@pytest.mark.slow
+def test_seqused_beyond_its_slot_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with its slot's rows, and nothing written behind."""
+    call = random_call([33, 0, 20], [40, 5, 30], packed=True, nheads=1, head_dim=64, seqused=False, dtype=torch.float16)
+    slots, beyond = (torch.tensor(x, dtype=torch.int32) for x in ([33, 0, 20], [200, 5, 1000]))
+    fits = dataclasses.replace(call, seqused_q=slots, seqused_k=torch.tensor([40, 5, 30], dtype=torch.int32))
+    more = dataclasses.replace(call, seqused_q=beyond, seqused_k=beyond + 200)
+    out, lse = oracle.attention(fits.to(torch.float64))
+    dout = poisoned_dout(fits, out.to(call.q.dtype))
+    monkeypatch.setattr(oracle, "attention", lambda _: (out.to(call.q.dtype), lse))  # of the forward pass, for both
+    for expected, found in zip(*(forward.execute(each, random.Random(0)) for each in (fits, more)), strict=True):
+        assert bitwise_equal(found, expected)
+    expected, found = (
+        backward.execute(each, backward.Interpreted(random.Random(0)), lse.detach().float(), dout, None)
+        for each in (fits, more)
+    )
+    assert all(bitwise_equal(found[name], x) for name, x in expected.items())
 
 
 def exp2_by_polynomials(x: Array) -> Array:
