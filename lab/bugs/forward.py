@@ -38,6 +38,7 @@ _LOADS = find(_SOFTMAX, "tcgen05.ld", 18)
 # What is stored of a row's P: what most of it ends with, and the rest.
 _END_OF_MOST = find(_SOFTMAX, "tcgen05.st", 3, having=r"\[%r\d+ \+ 32\]")
 _OTHERS = find(_SOFTMAX, "tcgen05.st", 2, having=r"\.x16\S+\s+\[%r\d+ \+ 0\]")
+_LESSER = r"min\.s32\s+(%r\d+), %r\d+, (\d+)"
 _MEETINGS = find(_EPILOGUE, "bar.sync", 2, having=r"\b1, 128")
 
 
@@ -391,7 +392,19 @@ FORWARD: Bugs = {
             lint="registers",
         ),
     ),
+    "missing store": (
+        Bug(
+            "P is computed of scores as they were before a bias was added",
+            find(_SOFTMAX, "tcgen05.st", 18)[:4].left_out(),
+            "bias",
+        ),
+    ),
     "dropped predicate": (
+        Bug(
+            "a bias is read behind its last key",
+            find(_SOFTMAX, "ld.global.b32", 17).ahead("min.s32").rewritten(_LESSER, r"mov.b32 \1, \2"),
+            "bias",
+        ),
         Bug(
             "lse is written for rows behind a sequence's end",
             find(_EPILOGUE, "st.global.b32", 2)[:1].ahead("bra").left_out(),

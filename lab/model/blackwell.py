@@ -17,6 +17,7 @@ from lab.model.simulation import Barrier, Needs
 from lab.model.sm import Sm, TileWork
 
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
+_BIAS = 1.5  # instructions that unpack an element of 16 bits and add it; another one with shifts, and not by pairs
 MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
 BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
 _COLUMNS = 32  # of P, which are stored together
@@ -38,6 +39,10 @@ class ForwardDesign:
     tiles: int = 2  # of 128 queries
     warpgroups: int = 2  # of softmax: one a tile, or two that take one tile's blocks in turn, or one alone
     pair: bool = False  # two CTAs compute products together, and each holds half of the keys
+    bias: int = 0  # bytes of an element of a bias, of which threads read a row each; 0: there is none
+    # A block of it is read before the block's scores are waited for, and added to 64 of them at once; else behind them,
+    # 32 at a time.
+    bias_ahead: bool = True
 
 
 class Forward:
@@ -58,6 +63,8 @@ class Forward:
         self.p_last = [sm.simulation.barrier(1, f"last of P{g}") for g in range(2)]
         self.maxima = [sm.ring(f"maxima {g}", 1) for g in range(2)]
         self.o = [sm.ring(f"O{t}", 1) for t in tiles]
+        self.bias = [sm.simulation.barrier(1, f"bias {g}") for g in range(2)]
+        self.bias_read = [0, 0]  # times that a warpgroup has read some
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
@@ -154,7 +161,11 @@ class Forward:
                     continue
                 numbers[g] += 1
                 number = numbers[g]
+                if c.bias and c.bias_ahead:
+                    self._read_bias(warpgroup, c.keys)
                 yield self.s_full[g].phase(number)
+                if c.bias:
+                    yield from self._add_bias(warpgroup)
                 hides = MASK * c.keys if i < masked else 0.0
                 looks = c.keys / 2 if c.maxima or i == 0 else 0.0
                 yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * BLOCK * c.keys)
@@ -177,6 +188,22 @@ class Forward:
                         self.p_last[g].arrive()
                 if c.maxima:
                     yield from sm.compute(me, "sum", c.keys / 2 + 20, goes_on=True)
+
+    def _read_bias(self, warpgroup: int, columns: int) -> None:
+        """Begins to read some columns, of as many rows as a warpgroup has threads."""
+        self.bias_read[warpgroup] += 1
+        size = float(BLOCK * columns * self.design.bias)
+        self.sm.read(f"softmax {warpgroup}", "bias", size, self.bias[warpgroup])
+
+    def _add_bias(self, warpgroup: int) -> Needs:
+        """Adds it to scores in tensor memory, piece by piece."""
+        c, me = self.design, f"softmax {warpgroup}"
+        columns, each = (2 * _COLUMNS, _BIAS) if c.bias_ahead else (_COLUMNS, _BIAS + 1.0)
+        for _ in range(c.keys // columns):
+            if not c.bias_ahead:
+                self._read_bias(warpgroup, columns)
+            yield self.bias[warpgroup].phase(self.bias_read[warpgroup])
+            yield from self.sm.compute(me, "add bias", 10 + each * columns, tmem=2 * 4.0 * BLOCK * columns)
 
     def correction(self, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: votes whether O is to be scaled, which it hardly ever is."""

@@ -101,6 +101,7 @@ def on(machine: str, design: ForwardDesign | BackwardDesign) -> ForwardDesign | 
 PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
 _FOUR = replace(PLANNED, stages=4)
 _OURS = replace(_FOUR, early=True, polynomials=0.125)
+_BIAS = replace(_OURS, polynomials=0.0, bias=2)
 _64 = ForwardDesign(64, 64, maxima=False, stages=8, polynomials=0.125)
 _WIDE = ForwardDesign(256, 256, maxima=False, keys=64, stages=4, tiles=1, warpgroups=1, polynomials=0.125)
 _WIDE_PAIR = replace(_WIDE, keys=128, pair=True)
@@ -124,6 +125,7 @@ _NO_ORDER = {"ordered": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
     "forward": _OURS,
+    "forward, a bias": _BIAS,
     "forward 2-CTA": _PAIR,
     "forward d = 64": _64,
     "forward (192, 128)": _192,
@@ -174,6 +176,7 @@ CHANGES: dict[str, Change] = {
     "forward: P in two parts and a fourth stage": Change(PLANNED, replace(_FOUR, early=True)),
     "forward: all three": Change(PLANNED, _OURS),
     "forward: a fifth stage, O leaving through the place of Q": Change(_OURS, replace(_OURS, stages=5, o_over_q=True)),
+    "forward, a bias: read ahead of scores, added by pairs": Change(replace(_BIAS, bias_ahead=False), _BIAS),
     "forward (192, 128): 2-CTA": Change(_192, _192_PAIR),
     "forward d = 256: blocks of 64 keys instead of 128": Change(replace(_WIDE, keys=128, stages=2), _WIDE),
     "forward d = 256: 2-CTA": Change(_WIDE, _WIDE_PAIR),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
 from lab.model.machine import Machine
-from lab.model.simulation import Needs, Products, Ring, Simulation, Unit
+from lab.model.simulation import Barrier, Needs, Products, Ring, Simulation, Unit
 
 MASK = 2.9  # instructions that hide an element, counted in the Hopper kernels' compiled code
 
@@ -113,6 +113,15 @@ class Sm:
         if not goes_on:
             yield m.handover
         yield from self.simulation.work(who, what, {unit: x for unit, x in clocks.items() if x})
+
+    def read(self, who: str, what: str, size: float, arrived: Barrier) -> None:
+        """Threads begin to load so many bytes into registers, which arrive at a barrier as what TMA loads does."""
+        self.simulation.start(f"{who} reads {what}", self._read(who, what, size, arrived))
+
+    def _read(self, who: str, what: str, size: float, arrived: Barrier) -> Needs:
+        yield self.machine.load
+        yield from self.simulation.work(who, what, {self.l2: size / self.machine.l2})
+        arrived.arrive()
 
     def load(self, what: str, size: float, ring: Ring, step: int) -> None:
         """TMA begins to load so many bytes, and arrives when they are there."""

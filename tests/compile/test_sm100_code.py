@@ -240,18 +240,26 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"(?<!\.)\b(?:RED|REDG)\b", sass)) == 2 * c.features.max_logits
     assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
     # Scores are read for P in advance, for a maximum, and for P by that, and, 32 columns at a time, to be capped
-    # and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
-    changes = 1 + c.features.softcap
+    # and hidden, and to have a bias added. O is read to be rescaled, and to be stored.
+    changes = 1 + c.features.softcap + c.features.bias
     pieces = c.tile_n // 32
-    assert count["LDTM"] == pieces * (3 + changes) + c.features.bias + c.tile_dv // 32 + c.tile_dv // 16
+    assert count["LDTM"] == pieces * (3 + changes) + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third, but
     # under a mask.
     P, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
-    assert count["STTM"] == 2 * P + zeros + pieces * changes + c.features.bias + c.tile_dv // 32
-    # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
+    assert count["STTM"] == 2 * P + zeros + pieces * changes + c.tile_dv // 32
+    # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial. Pairs of
+    # scores and a bias.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
-    assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
+    assert len(re.findall(r"\bFFMA2\b", sass)) == (2 + c.features.bias) * c.tile_n // 2 + 8 * polynomials
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
+    if c.features.bias:  # up to 64 words of a row are read before its scores are waited for
+        words = min(64, c.tile_n // (1 if c.features.float32_bias else 2))
+        load, num = ("LDG.E ", 1) if c.features.strided_bias else ("LDG.E.128 ", words // 4)
+        begins = sass.index(load)
+        ahead = sass[begins : sass.index("SYNCS.PHASECHK", begins)]
+        assert ahead.count(load) >= num
+        assert "LDTM" not in ahead
     # Under a mask the compiler may write some blocks of a pass apart.
     loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
     assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)

@@ -155,6 +155,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "d128": lambda: rising([130], [100], head_dim=128, nheads=1),
             "d192": lambda: rising([130], [100], head_dim=192, head_dim_v=128, nheads=2),
             "d256": lambda: rising([128], [260], head_dim=256, nheads=1),
+            "bias": lambda: plain([100], [130], bias=(1, 1)),
         },
     ),
     "masks": Forward(

@@ -399,8 +399,8 @@ def test_backward_on_a_b300(name: str) -> None:
     assert case.tflops(case.predict(B300), B300) == pytest.approx(case.tflops(case.predict()), rel=0.04)
 
 
-def _forward(d: int, d_v: int, queries: int = 0) -> ForwardConfig:
-    return forward_config("bfloat16", d, d_v, Features(), queries=queries)
+def _forward(d: int, d_v: int, queries: int = 0, *, bias: bool = False) -> ForwardConfig:
+    return forward_config("bfloat16", d, d_v, Features(bias=bias), queries=queries)
 
 
 def _backward(d: int, d_v: int, keys: int = 0) -> BackwardConfig:
@@ -410,6 +410,7 @@ def _backward(d: int, d_v: int, keys: int = 0) -> BackwardConfig:
 LONG = 8192
 KERNELS: dict[str, ForwardConfig | BackwardConfig] = {
     "forward": _forward(128, 128, LONG),
+    "forward, a bias": _forward(128, 128, LONG, bias=True),
     "forward d = 64": _forward(64, 64, LONG),
     "forward (192, 128)": _forward(192, 128),
     "forward (192, 128) 2-CTA": _forward(192, 128, LONG),
@@ -443,6 +444,7 @@ def as_forward_design(c: ForwardConfig) -> ForwardDesign:
         tiles=c.q_parts,
         warpgroups=c.q_parts,
         pair=c.ctas_a_tile == 2,
+        bias=2 if c.features.bias else 0,
     )
 
 
@@ -496,7 +498,7 @@ def test_all_kernels_have_a_design() -> None:
     of_none = {"forward as planned", "forward 2-CTA", "backward 1-CTA, no order", "backward 2-CTA, no order"}
     assert DESIGNS.keys() - KERNELS.keys() == of_none
     sizes = [(d, d_v) for d, d_v in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))]
-    chosen = {_forward(*size, n) for size in sizes for n in (0, LONG)}
+    chosen = {_forward(*size, n) for size in sizes for n in (0, LONG)} | {KERNELS["forward, a bias"]}
     assert chosen | {_backward(*size, n) for size in sizes for n in (0, LONG)} == set(KERNELS.values())
 
 

@@ -35,7 +35,8 @@ leaves out P. Commits and arrivals go on, so that units are counted as without a
 block that is not empty for it. A thread's bits are the four words of its row, 16 bytes, which it loads while it waits
 for scores. It applies intervals of keys beside a block mask (packed sequences, windows) to these words.
 
-A bias is read by the softmax threads, each its own row (``scores.BiasRow``), and added to scores where they are.
+A bias is read by the softmax threads, each its own row (``scores.BiasRow``), before they wait for the scores of a
+block, and added to these where they are.
 
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
 zeros, so NaN behind it cannot reach P V, and are not written.
@@ -70,7 +71,7 @@ from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, 
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
-    add_bias_in_memory,
+    BlockOfBias,
     cap_in_memory,
     hide_by_bits_in_memory,
     hide_in_memory,
@@ -342,6 +343,8 @@ class ForwardSm100:
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
 
+        if const_expr(c.features.bias):
+            bias = rows.bias(c, step, block)
         store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
@@ -354,7 +357,7 @@ class ForwardSm100:
             if const_expr(c.features.softcap):
                 rows.cap(c, place)
             if const_expr(c.features.bias):
-                rows.add_bias(c, step, block, place)
+                bias.add_in_memory(place, rows.scales.bias)
             if is_cut:
                 rows.hide(c, step, block, place, words, rows.scales.log2)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
@@ -486,14 +489,14 @@ class _Rows:
         """Puts a block's scores behind tanh, where they are in tensor memory."""
         cap_in_memory(place, config.tile_n, self.scales.tanh)
 
-    def add_bias(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
-        """Adds the row's bias to a block's scores, where they are in tensor memory."""
+    def bias(self, config: ForwardConfig, step: Int32, block: Int32) -> BlockOfBias:
+        """Begins to read the row's bias in a block, which the part need not attend to."""
         f, tile = config.features, self.tile(config, step)
         tensors = ScoreTensors.of(f, self.arguments)
         row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
         mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
         bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
-        add_bias_in_memory(place, config.tile_n, self.scales.bias, bias, block * config.tile_n)
+        return BlockOfBias.of(bias, config.tile_n, block * config.tile_n)
 
     def hide(
         self, config: ForwardConfig, step: Int32, block: Int32, place: Int32, words: list[Int32] | None, scale: Float32

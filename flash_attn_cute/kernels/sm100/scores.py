@@ -5,6 +5,7 @@ are in tensor memory, and write them back: registers are short.
 """
 
 import functools
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, const_expr
 
-from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
+from flash_attn_cute.kernels.common.assembly import bit_mask, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import capped, hidden, visible_columns
 from flash_attn_cute.kernels.sm100 import tensor_memory
 
 _COLUMNS = 32  # that are read at once, one for each bit of a word
+_WORDS_AHEAD = 64  # of a bias, in registers
+_COLUMNS_ADDED = 64  # of scores that it is added to at once
 
 
 def hide(
@@ -161,43 +164,72 @@ class BiasRow:
         step = Int64(mRow.stride[0]) * (dtype.width // 8)
         return BiasRow(mRow.iterator.toint(), step, num_columns, dtype, is_strided)
 
-    @property
-    def at_once(self) -> int:
-        """Columns that are read together: of elements that are apart fewer, whose addresses take registers."""
-        return _COLUMNS // 2 if self.is_strided else _COLUMNS
-
     @cute.jit
-    def columns(self, first: Int32) -> list[Float32]:
-        """``at_once`` of them; by all of a warp."""
-        if const_expr(self.is_strided):
-            return [self._element(first + i) for i in range(self.at_once)]
-        size, last = self.dtype.width // 8, self.num_columns - 1
-        num_words = self.at_once * size // 4
-        start = self.address + Int64(first) * size
-        words = cute.make_rmem_tensor(num_words + 4, Int32)
+    def read(self, first: Int32, num: cutlass.Constexpr) -> list[Int32]:
+        """Some columns from one on, packed in words; by all of a warp.
+
+        If they lie within all rows of the warp, and begin at a multiple of 16 bytes, nothing waits for them yet.
+        """
+        size = self.dtype.width // 8
+        words = cute.make_rmem_tensor(num * size // 4, Int32)
         words.fill(0)
-        shift = Int32(start & 3)  # bytes
-        if cute.arch.vote_all_sync(Int32(start & 15) == 0 and first + self.at_once <= self.num_columns):
+        start = self.address + Int64(first) * size
+        if const_expr(self.is_strided):
+            self._gather(words, first, num)
+        elif cute.arch.vote_all_sync(Int32(start & 15) == 0 and first + num <= self.num_columns):
             vectors = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=16)
-            vectors = cute.make_tensor(vectors, cute.make_layout(num_words))
-            for i in cutlass.range_constexpr(num_words // 4):
+            vectors = cute.make_tensor(vectors, words.layout)
+            for i in cutlass.range_constexpr(cute.size(words) // 4):
                 cute.autovec_copy(cute.local_tile(vectors, (4,), (i,)), cute.local_tile(words, (4,), (i,)))
         else:
-            last_word = (last - first) * size + shift >> 2  # that holds some of the last element
-            for i in cutlass.range_constexpr(num_words + (size < 4)):
-                words[i] = _word(start - shift + 4 * Int64(cutlass.min(Int32(i), last_word)))
-        if const_expr(size == 4):
-            return [words[i].bitcast(Float32) for i in range(self.at_once)]
-        pairs = [shifted_right(words[i], words[i + 1], 8 * shift) for i in range(num_words)]
-        return [unpack(pairs[i // 2], i % 2, self.dtype) for i in range(self.at_once)]
+            self._gather(words, first, num)
+        return [words[i] for i in range(cute.size(words))]
 
-    def _element(self, column: Int32) -> Float32:
+    @cute.jit
+    def _gather(self, words: cute.Tensor, first: Int32, num: cutlass.Constexpr) -> None:
+        """Reads columns from wherever they are, some at a time, which move those before them up.
+
+        As a loop it needs registers for few addresses, and the compiler does not execute it where it is not needed.
+        """
+        at_once = _COLUMNS // 2 if self.is_strided else _COLUMNS
+        for i in cutlass.range(0, num, at_once, unroll=1):
+            some = self._elements(first + i, at_once) if self.is_strided else self._words(first + i, at_once)
+            kept = cute.size(words) - len(some)
+            for w in cutlass.range_constexpr(kept):
+                words[w] = words[w + len(some)]
+            for w in cutlass.range_constexpr(len(some)):
+                words[kept + w] = some[w]
+
+    def _words(self, first: Int32, num: int) -> list[Int32]:
+        """Columns that follow each other."""
+        size, last = self.dtype.width // 8, self.num_columns - 1
+        start = self.address + Int64(first) * size
+        shift = Int32(start & 3)  # bytes
+        last_word = (last - first) * size + shift >> 2  # that holds some of the last element
+        words = [
+            _word(start - shift + 4 * Int64(cutlass.min(Int32(i), last_word)))
+            for i in range(num * size // 4 + (size < 4))
+        ]
+        return words if size == 4 else [shifted_right(*two, 8 * shift) for two in itertools.pairwise(words)]
+
+    def _elements(self, first: Int32, num: int) -> list[Int32]:
+        """Columns that are apart."""
+        elements = [self._element(first + i) for i in range(num)]
+        if self.dtype.width == 32:
+            return elements
+        return [elements[i] & 0xFFFF | elements[i + 1] << 16 for i in range(0, num, 2)]
+
+    def numbers(self, words: list[Int32]) -> list[Float32]:
+        """Elements that have been read, as numbers."""
+        if self.dtype.width == 32:
+            return [word.bitcast(Float32) for word in words]
+        return [unpack(word, i, self.dtype) for word in words for i in range(2)]
+
+    def _element(self, column: Int32) -> Int32:
+        """An element, in the lower bits of a word."""
         address = self.address + Int64(cutlass.min(column, self.num_columns - 1)) * self.step
         word = _word(address & -4)
-        if self.dtype.width == 32:
-            return word.bitcast(Float32)
-        low, high = (unpack(word, i, self.dtype) for i in range(2))
-        return cutlass.select_((address & 2) != 0, high, low)
+        return word if self.dtype.width == 32 else shifted_right(word, word, 8 * Int32(address & 2))
 
 
 def _word(address: Int64) -> Int32:
@@ -205,29 +237,37 @@ def _word(address: Int64) -> Int32:
     return cute.make_tensor(pointer, cute.make_layout(1))[0]
 
 
-@cute.jit
-def add_bias_in_memory(
-    place: Int32, columns: cutlass.Constexpr, scale: Float32, row: cutlass.Constexpr, first_column: Int32
-) -> None:
-    """Adds a bias to scores, times a scale: those of a thread's row in some columns from ``place`` on.
+@dataclass(frozen=True)
+class BlockOfBias:
+    """A thread's row of a bias in a block of keys, whose first columns are read ahead of the scores."""
 
-    Args:
-        place: in tensor memory.
-        columns: of the block.
-        scale: what products are multiplied by, or what is behind tanh.
-        row: of the bias.
-        first_column: the position of the block's first key.
-    """
-    for first in cutlass.range(0, columns, row.at_once, unroll=1):
-        add_in_memory(place + first, scale, row.columns(first_column + first))
+    row: BiasRow
+    columns: int  # of the block
+    first_column: Int32  # the position of its first key
+    ahead: list[Int32]  # its first columns, packed in words
+
+    @staticmethod
+    def of(row: BiasRow, columns: int, first_column: Int32) -> "BlockOfBias":
+        """Begins to read a row in a block: as much as registers have room for beside 32 scores."""
+        at_once = min(columns, _WORDS_AHEAD * 32 // row.dtype.width)
+        return BlockOfBias(row, columns, first_column, row.read(first_column, at_once))
+
+    def add_in_memory(self, place: Int32, scale: Float32) -> None:
+        """Adds it to scores, times a scale: those of the thread's row from ``place`` on."""
+        at_once = len(self.ahead) * 32 // self.row.dtype.width
+        for begin in range(0, self.columns, at_once):
+            words = self.ahead if begin == 0 else self.row.read(self.first_column + begin, at_once)
+            for first in range(0, at_once, _COLUMNS_ADDED):
+                some = words[first * self.row.dtype.width // 32 :][: _COLUMNS_ADDED * self.row.dtype.width // 32]
+                add_in_memory(place + (begin + first), scale, self.row.numbers(some))
 
 
 def add_in_memory(place: Int32, scale: Float32, numbers: list[Float32]) -> None:
     """Adds numbers to scores, times a scale: to those of a thread's row in as many columns from ``place`` on."""
-    for first in range(0, len(numbers), _COLUMNS):
-        some = numbers[first : first + _COLUMNS]
-        scores = tensor_memory.load(place + first, len(some))
-        tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, some, strict=True)])
+    scores, sums = tensor_memory.load(place, len(numbers)), []
+    for i in range(0, len(numbers), 2):
+        sums += cute.arch.fma_packed_f32x2(tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2]))
+    tensor_memory.store(place, sums)
 
 
 @dataclass(frozen=True)

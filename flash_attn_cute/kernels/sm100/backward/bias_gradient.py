@@ -193,8 +193,9 @@ class BiasGradientSm100(BiasGradientKernel):
                 rows.of(gX, cutlass.min(work.thread, rows.num - 1)), a.mBias.shape[3], c.features.strided_bias
             )
             first_key = owner.n_block * c.tile_n + c.keys * work.warpgroup
-            for first in cutlass.range(0, c.keys, row.at_once, unroll=1):
-                tensor_memory.store(work.address + c.first_bias + first, row.columns(first_key + first))
+            for first in cutlass.range(0, c.keys, _COLUMNS, unroll=1):
+                bias = row.numbers(row.read(first_key + first, _COLUMNS))
+                tensor_memory.store(work.address + c.first_bias + first, bias)
             tensor_memory.before_sync()
 
     @cute.jit
