@@ -3,7 +3,8 @@
 Dense batches of several lengths and head shapes, causal and full; those of published boards, which are two entries of
 64 heads that share 8; and sixteen causal documents of uneven lengths. Either pass over one head shape and many lengths.
 Against flash-attn-4 (its CuTe DSL kernels) and, for dense batches, PyTorch's cuDNN attention, where they are there.
-Where there is a backward pass, the package and flash-attn-4 also take part with ``deterministic=True``.
+Where there is a backward pass, the package and flash-attn-4 also take part with ``deterministic=True``; alone, forward
+passes do with ``return_max_logits=True``.
 """
 
 import random
@@ -22,6 +23,7 @@ from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backe
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
 PACKAGE, FA4, CUDNN = "flash_attn_cute", "flash-attn-4", "cuDNN"
+PACKAGE_MAX_LOGITS = f"{PACKAGE} max logits"
 PACKAGE_DETERMINISTIC, FA4_DETERMINISTIC = (f"{name} deterministic" for name in (PACKAGE, FA4))
 BACKEND = gpu_backend()
 TOKENS = 32_768
@@ -120,6 +122,7 @@ def _contenders() -> list[Contender[AttentionCase]]:
         Contender(PACKAGE, _passes(_package)),
         Contender(FA4, _passes(_flash_attn_4)),
         Contender(CUDNN, _passes(_cudnn)),
+        Contender(PACKAGE_MAX_LOGITS, _passes(_with_max_logits)),
         Contender(PACKAGE_DETERMINISTIC, _passes(_deterministic(_package))),
         Contender(FA4_DETERMINISTIC, _passes(_deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
     ]
@@ -132,6 +135,12 @@ def _deterministic(make: Maker) -> Callable[[AttentionCase], Forward]:
         return make(case, deterministic=True)
 
     return of
+
+
+def _with_max_logits(case: AttentionCase) -> Forward:
+    if case.passes != "forward":
+        raise NoPart  # backward passes know nothing of them
+    return _package(case, max_logits=True)
 
 
 def _passes(make: Callable[[AttentionCase], Forward]) -> Callable[[AttentionCase], Run]:
@@ -217,15 +226,18 @@ def _case(
     )
 
 
-def _package(case: AttentionCase, *, deterministic: bool = False) -> Forward:
+def _package(case: AttentionCase, *, deterministic: bool = False, max_logits: bool = False) -> Forward:
     q, k, v, cu, longest = case.q, case.k, case.v, case.cu_seqlens, case.max_seqlen
     options: dict[str, Any] = {"causal": case.causal, "deterministic": deterministic, "backend": BACKEND}
+    if max_logits:
+        options["return_max_logits"] = True
 
     def run() -> Tensor:
         if cu is None:
-            out: Tensor = flash_attn_func(q, k, v, **options)
+            results: Any = flash_attn_func(q, k, v, **options)
         else:
-            out = flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
+            results = flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
+        out: Tensor = results[0] if max_logits else results
         return out
 
     return run

@@ -145,7 +145,9 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
+    """But one that asks for the largest logits."""
     for case in run_tiny("forward", tmp_path)["cases"]:
+        assert attention.PACKAGE_MAX_LOGITS in case["measured"]
         assert not {*case["measured"], *case["unavailable"]} & set(DETERMINISTIC)
     assert tiny == {(name, False) for name in PLAIN}
 
