@@ -118,7 +118,7 @@ def write_json(
     verdicts: Sequence[Verdict],
     rulings: Sequence[Ruling] = (),
 ) -> None:
-    """What was measured: medians and quantiles of times and ratios. Whenever the process ends, the file is whole."""
+    """Writes medians and quantiles of times and ratios. Whenever the process ends, the file is a whole one."""
     content = {
         "environment": environment,
         "units": _UNITS,

@@ -331,7 +331,7 @@ Operands = list[Value | None]
 
 @functools.cache
 def _computation(op: str, words: frozenset[str]) -> Callable[[Operands], Value | None] | None:
-    """What computes the result of an instruction of integers or predicates; None if it is always unknown."""
+    """Finds what computes the result of an instruction of integers or predicates; None if it is always unknown."""
     if "pred" in words:
         return functools.partial(_predicate, op)
     if not words & _INTEGERS:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 _TOKEN = re.compile(
@@ -405,6 +405,7 @@ class _Parser:
         return Operand(self.text[token.start : self.tokens[self.at - 1].end], marks, tuple(parts))
 
 
+@lru_cache(maxsize=2)  # a text is checked, translated and interpreted in turn
 def parse(text: str) -> Module:
     """The tree of a text.
 

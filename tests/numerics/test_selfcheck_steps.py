@@ -66,7 +66,7 @@ SMALL = [name for name in ON_CPU if is_small(STEPS[name])]
 
 
 def widest(names: Iterable[str]) -> list[str]:
-    """Of steps that differ in nothing but their head dimensions, the one of the largest."""
+    """Chooses the largest heads among steps that differ in nothing but their head dimensions."""
     found: dict[object, str] = {}
     for name in sorted(names, key=lambda name: sample_of(name).d + sample_of(name).d_v):
         found[replace(sample_of(name), d=0, d_v=0), STEPS[name].passes, STEPS[name].run.func] = name  # type: ignore[attr-defined]
