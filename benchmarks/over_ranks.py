@@ -77,6 +77,29 @@ class Chosen(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.model is not None:
+        ranks_model.write(given.model)
+        return 0
+    if given.record is not None:
+        _print_record(given.record)
+        return 0
+    chosen = _chosen(given)
+    if not any(re.search(chosen.cases, name) for row in chosen.sizes.rows(chosen.num_ranks) for name in _names(row)):
+        parser.error(f"argument --cases: no case matches {chosen.cases!r}")
+    if chosen.on_gpu and not given.alone and torch.cuda.device_count() < chosen.num_ranks:
+        parser.error(f"argument --ranks: expected at most {torch.cuda.device_count()}, the GPUs that there are")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    if given.alone:
+        _alone(chosen)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (chosen, folder), chosen.num_ranks)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks context-parallel",
         description=__doc__,
@@ -96,30 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="each rank's work in turn, in one process")
     parser.add_argument("--record", type=Path, metavar="FILE", help="print the tables of a file, and run nothing")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="write the model there, and run nothing")
-    given = parser.parse_args(arguments)
-    if given.model is not None:
-        ranks_model.write(given.model)
-        return 0
-    if given.record is not None:
-        _print_record(given.record)
-        return 0
-    nheads, nheads_k, d = given.heads
-    on_gpu = torch.cuda.is_available()
+    return parser
+
+
+def _chosen(given: argparse.Namespace) -> Chosen:
+    on_gpu, (nheads, nheads_k, d) = torch.cuda.is_available(), given.heads
     shape = Shape(nheads, nheads_k, d, d, 2 if on_gpu else 4)
     sizes = Sizes(tuple(given.tokens_per_rank), given.packs, given.sequence, given.window, shape)
-    pattern = given.cases.pattern if given.cases else ""
-    chosen = Chosen(given.ranks, sizes, given.rounds, given.seconds, pattern, given.out, given.commit, on_gpu)
-    if not any(re.search(pattern, name) for row in sizes.rows(given.ranks) for name in _names(row)):
-        parser.error(f"argument --cases: no case matches {pattern!r}")
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    if given.alone:
-        _alone(chosen)
-        return 0
-    if on_gpu and torch.cuda.device_count() < chosen.num_ranks:
-        parser.error(f"argument --ranks: expected at most {torch.cuda.device_count()}, the GPUs that there are")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (chosen, folder), chosen.num_ranks)
-    return 0
+    cases = given.cases.pattern if given.cases else ""
+    return Chosen(given.ranks, sizes, given.rounds, given.seconds, cases, given.out, given.commit, on_gpu)
 
 
 def _rank(rank: int, chosen: Chosen, folder: str) -> None:
