@@ -70,6 +70,7 @@ FEW = {
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
     "d128-max-logits": chosen(128, right=True, max_logits=True),
     "d64-max-logits-everything": chosen(64, max_logits=True, **EVERYTHING),
+    "d128-max-logits-bias": chosen(128, bias=True, right=True, max_logits=True),
     "pair-d192-dv128-max-logits": forward_pair(192, 128, max_logits=True),
     "pair-d256": forward_pair(256, 256),
     "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
@@ -240,20 +241,22 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"(?<!\.)\b(?:RED|REDG)\b", sass)) == 2 * c.features.max_logits
     assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
     # Scores are read for P in advance, for a maximum, and for P by that, and, 32 columns at a time, to be capped
-    # and hidden, and to have a bias added. O is read to be rescaled, and to be stored.
+    # and hidden, and to have a bias added. For the largest logit they are hidden and read ahead of that, too.
+    # O is read to be rescaled, and to be stored.
     changes = 1 + c.features.softcap + c.features.bias
+    searches = c.features.max_logits and c.features.caps_or_biases
     pieces = c.tile_n // 32
-    assert count["LDTM"] == pieces * (3 + changes) + c.tile_dv // 32 + c.tile_dv // 16
+    assert count["LDTM"] == pieces * (3 + changes + 2 * searches) + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third, but
     # under a mask.
     P, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
-    assert count["STTM"] == 2 * P + zeros + pieces * changes + c.tile_dv // 32
+    assert count["STTM"] == 2 * P + zeros + pieces * (changes + searches) + c.tile_dv // 32
     # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial. Pairs of
     # scores and a bias.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == (2 + c.features.bias) * c.tile_n // 2 + 8 * polynomials
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
-    if c.features.bias:  # up to 64 words of a row are read before its scores are waited for
+    if c.features.bias and not searches:  # up to 64 words of a row are read before its scores are waited for
         words = min(64, c.tile_n // (1 if c.features.float32_bias else 2))
         load, num = ("LDG.E ", 1) if c.features.strided_bias else ("LDG.E.128 ", words // 4)
         begins = sass.index(load)

@@ -343,8 +343,7 @@ class ForwardSm100:
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
 
-        if const_expr(c.features.bias):
-            bias = rows.bias(c, step, block)
+        bias = rows.bias(c, step, block) if const_expr(c.features.bias and not self.keeps_max_logit) else None
         store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
@@ -357,7 +356,7 @@ class ForwardSm100:
             if const_expr(c.features.softcap):
                 rows.cap(c, place)
             if const_expr(c.features.bias):
-                bias.add_in_memory(place, rows.scales.bias)
+                rows.add_bias(c, step, block, place, bias)
             if is_cut:
                 rows.hide(c, step, block, place, words, rows.scales.log2)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
@@ -488,6 +487,14 @@ class _Rows:
     def cap(self, config: ForwardConfig, place: Int32) -> None:
         """Puts a block's scores behind tanh, where they are in tensor memory."""
         cap_in_memory(place, config.tile_n, self.scales.tanh)
+
+    def add_bias(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32, bias: Any) -> None:
+        """Adds the row's bias to a block's scores in tensor memory; read here, if not ahead of time.
+
+        Where products are searched for the largest logit before, there are no registers to keep it in.
+        """
+        bias = self.bias(config, step, block) if bias is None else bias
+        bias.add_in_memory(place, self.scales.bias)
 
     def bias(self, config: ForwardConfig, step: Int32, block: Int32) -> BlockOfBias:
         """Begins to read the row's bias in a block, which the part need not attend to."""
