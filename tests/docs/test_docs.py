@@ -29,6 +29,7 @@ PAGES = [
             "determinism",
             "distributed",
             "masks-and-biases",
+            "max-logits",
             "migrating",
             "padding",
             "profiling",
