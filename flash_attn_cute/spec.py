@@ -128,7 +128,8 @@ class AttentionSpec(NamedTuple):
 
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
-    blocks of queries in an order that a search has found.
+    blocks of queries in an order that a search has found. A third, ``half_blocks``, says that the block mask is made of
+    blocks of 64.
     """
 
     dtype: torch.dtype
@@ -151,6 +152,7 @@ class AttentionSpec(NamedTuple):
     zero_padding: bool
     low_contention: bool = False
     has_m_block_order: bool = False
+    half_blocks: bool = False
     wide: bool = False
     max_logits: bool = False
 

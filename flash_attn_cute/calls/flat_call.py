@@ -1,7 +1,7 @@
 """Calls as the arguments of custom operators, whose schemas know nothing but tensors and numbers.
 
-A flat call has, in this order: the tensors of ``AttentionInputs``, those of its block mask, its bounds, what a search
-has found about its block mask, and what ``flat_options`` gives.
+A flat call has, in this order: the tensors of ``AttentionInputs``, those of its block mask, its bounds, what is known
+about its block mask, and what ``flat_options`` gives.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
-from flash_attn_cute.calls.prepared_call import Plan
+from flash_attn_cute.calls.prepared_call import Plan, known_of_block_mask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 TENSORS = (
@@ -29,8 +29,9 @@ OPTIONS = (
     "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
     "bool zero_padding, bool max_logits, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
-NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, " + OPTIONS.format(
-    backend="str backend"
+NUMBERS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
+    + OPTIONS.format(backend="str backend")
 )
 _NUM_TABLES = NUM_TENSORS + 7  # and with a block mask's rows and columns
 NUM_ALL_TENSORS = _NUM_TABLES + 2  # and with its real rows
@@ -47,17 +48,18 @@ def flatten(inputs: AttentionInputs, plan: Plan) -> tuple[Any, ...]:
     tables: tuple[Tensor | None, ...] = (None,) * (NUM_ALL_TENSORS - NUM_TENSORS)
     if block_mask is not None:
         tables = *block_mask.flat(), *(block_mask.real or (None, None))
-    found = plan.spec.low_contention, plan.spec.has_m_block_order
-    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *found, *flat_options(plan.options, plan.backend)
+    known = known_of_block_mask(plan.spec)
+    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *known, *flat_options(plan.options, plan.backend)
 
 
 def unflatten(flat: tuple[Any, ...]) -> tuple[AttentionInputs, Plan]:
     """The inverse of ``flatten``."""
     inputs = inputs_of(flat)
-    low_contention, has_m_block_order, *others = flat[_NUM_INPUTS:]
+    low_contention, has_m_block_order, half_blocks, *others = flat[_NUM_INPUTS:]
     options, backend = options_of(others)
-    spec = AttentionSpec.of(inputs, options)
-    spec = spec._replace(low_contention=low_contention, has_m_block_order=has_m_block_order)
+    spec = AttentionSpec.of(inputs, options)._replace(
+        low_contention=low_contention, has_m_block_order=has_m_block_order, half_blocks=half_blocks
+    )
     assert backend is not None
     return inputs, Plan(options, spec, backend, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 

@@ -47,7 +47,7 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
     plan, tables, block_mask = planned(call), None, call.block_mask
     if block_mask is not None:
         tables = block_mask.tables(call.q.device, backward=backward)
-        if _order_of_additions(block_mask) != (plan.spec.low_contention, plan.spec.has_m_block_order):
+        if known_of_block_mask(block_mask) != known_of_block_mask(plan.spec):
             plan = planned(call)  # a search has found it just now
         if watched:
             tables = kept.as_fakes(tables)
@@ -73,7 +73,7 @@ def cached_plan(call: AttentionCall) -> Plan:
     mask, block_mask = None, call.block_mask
     if block_mask is not None:
         validate.check_type_of_block_mask(block_mask)
-        mask = block_mask.sizes, block_mask.order_sets, block_mask.device, _order_of_additions(block_mask)
+        mask = block_mask.sizes, block_mask.order_sets, block_mask.device, known_of_block_mask(block_mask)
     key = (looks, call.bounds, mask, call.options, call.backend, *dispatch.BACKENDS.values())
     plan = _kept.get(key)
     if plan is None:
@@ -90,10 +90,15 @@ def spec_of(call: AttentionCall, inputs: AttentionInputs) -> AttentionSpec:
     spec = AttentionSpec.of(inputs, call.options)
     if call.block_mask is None:
         return spec
-    low_contention, has_m_block_order = _order_of_additions(call.block_mask)
-    return spec._replace(has_block_mask=True, low_contention=low_contention, has_m_block_order=has_m_block_order)
+    low_contention, has_m_block_order, half_blocks = known_of_block_mask(call.block_mask)
+    return spec._replace(
+        has_block_mask=True,
+        low_contention=low_contention,
+        has_m_block_order=has_m_block_order,
+        half_blocks=half_blocks,
+    )
 
 
-def _order_of_additions(block_mask: BlockMask) -> tuple[bool, bool]:
-    """``low_contention`` and ``has_m_block_order`` of a spec, so far as they are known."""
-    return block_mask.low_contention, block_mask.has_m_block_order
+def known_of_block_mask(x: BlockMask | AttentionSpec) -> tuple[bool, bool, bool]:
+    """Facts about a block mask that are not in its tables and that plans depend on, so far as they are known."""
+    return x.low_contention, x.has_m_block_order, x.half_blocks

@@ -21,6 +21,7 @@ class MaskTile:
     rows_are_keys: bool = False  # of scores
     row_a_thread: bool = False
     sharing: int = 1  # warpgroups that have the same rows of scores, and each as many of their columns
+    has_kinds: bool = False  # a word for each tile of a block mask says which of its quarters are empty or full
 
     @property
     def rows_of_queries(self) -> int:
@@ -50,8 +51,9 @@ class MaskTile:
 
     @property
     def words_a_block(self) -> int:
-        """Number of 32-bit words of all tiles that a block of a block mask is cut into."""
-        return BLOCK // self.queries * (BLOCK // self.keys) * self.warpgroups * 128 * self.words
+        """Number of 32-bit words of all tiles that a block of a block mask is cut into, and of its kinds."""
+        tiles = BLOCK // self.queries * (BLOCK // self.keys)
+        return tiles * self.warpgroups * 128 * self.words + self.has_kinds
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """Parts of a workspace, as in ``BackwardSizes.parts``, for so many rows of tiles of so many blocks of keys."""

@@ -82,7 +82,7 @@ ARCHITECTURES = {
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
                 "forward": Pass(
-                    sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments, forward_schedule_sm90
+                    sm90.forward_config, "sm90.forward_kernel:forward_kernel", ForwardArguments, forward_schedule_sm90
                 ),
                 "backward": Pass(
                     sm90.backward_config,

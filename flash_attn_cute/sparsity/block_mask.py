@@ -150,6 +150,11 @@ class BlockMask:
         return self._contention.has_m_block_order
 
     @property
+    def half_blocks(self) -> bool:
+        """Whether it is made of blocks of 64: Hopper's forward kernel up to d = 128 then takes 64 x 64 scores each."""
+        return self._node.half_blocks
+
+    @property
     def _is_searched(self) -> bool:
         """Whether a search finds its order, which waits for the device."""
         return isinstance(self._order, str) and self._order in launch_orders.SEARCHED

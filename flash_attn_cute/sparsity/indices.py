@@ -71,6 +71,10 @@ class Indices(Node):
         return self.indices.device
 
     @property
+    def half_blocks(self) -> bool:
+        return HALF in (self.block_q, self.block_k)
+
+    @property
     def blocks_k(self) -> int:
         """Number of key blocks of the size that the indices count."""
         return -(-self.sizes.seqlen_k // self.block_k)

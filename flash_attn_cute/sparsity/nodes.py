@@ -117,6 +117,11 @@ class Node:
         return None
 
     @property
+    def half_blocks(self) -> bool:
+        """Whether it is made of blocks of 64 queries or keys, so that many quarters of blocks are empty."""
+        return False
+
+    @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of no document, (batch, rows) bool each; None if the mask has no documents."""
         return None
@@ -301,6 +306,11 @@ class BlockMap(Node):
         """Device of its tensors."""
         return self.visible.device
 
+    @property
+    def half_blocks(self) -> bool:
+        sizes = self.block_q, self.block_k
+        return any(size % TILE for size in sizes) and not any(size % bits.HALF for size in sizes)
+
     def kinds(self, blocks: Blocks) -> Tensor:
         """Classifies a block of 128 x 128 by the blocks of the map that it meets."""
         b, h = blocks.entry_and_head(self)
@@ -446,6 +456,11 @@ class Combination(Node):
     def is_regular(self) -> bool:  # type: ignore[override]
         """Whether both expressions are regular."""
         return self.a.is_regular and self.b.is_regular
+
+    @property
+    def half_blocks(self) -> bool:
+        """Whether either expression is made of blocks of 64."""
+        return self.a.half_blocks or self.b.half_blocks
 
     @property
     def batch(self) -> int:

@@ -76,6 +76,22 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) == (chosen.group == 1 and not chosen.features.wide)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": True, "sink": True, "max_logits": True}, {"wide": True, "max_logits": True}], ids=str
+)
+@pytest.mark.parametrize("tile_d", [64, 96, 128])
+def test_half_blocks(tile_d: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Products of the loop, and scores of the first step of the first tile and of the others; none serialised."""
+    chosen = config(tile_d, block_mask=True, half_blocks=True, **options)
+    (sass,) = machine_code(chosen, tmp_path)["ForwardHalfBlocks"]
+    scores, outputs = chosen.tile_d // 16, chosen.tile_n // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == outputs + 3 * scores
+    fences, waits = 4, 7  # two waits are for O alone, where the next step is late
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == fences + waits
+    assert "UTMALDG" in sass
+    assert "UTMASTG" not in sass
+
+
 def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> BackwardConfig:
     dtype, given = options.pop("dtype", "bfloat16"), {}
     for name in ("keys", "low_contention"):

@@ -43,7 +43,8 @@ def test_a_pass_forgets_what_it_does_not_read() -> None:
     everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
     forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
     assert forward == dataclasses.replace(everything, dbias=False, dlse=False, grouped=False, deterministic=False)
-    assert backward == dataclasses.replace(everything, sink=False, uniform_mask=False, max_logits=False)
+    only_forward = {"sink": False, "uniform_mask": False, "max_logits": False, "half_blocks": False}
+    assert backward == dataclasses.replace(everything, **only_forward)
 
 
 def test_cases() -> None:

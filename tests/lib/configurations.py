@@ -66,6 +66,7 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
     "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
     "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
+    "sm90-forward-half-blocks": sm90.forward_config("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
     "sm90-forward-group": sm90.forward_config("bfloat16", 192, 128, Features(packed=True), group=8),
     "sm90-backward": sm90.backward_config("bfloat16", 96, 96, Features()),
     "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),

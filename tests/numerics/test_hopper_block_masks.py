@@ -19,7 +19,7 @@ from tests.lib.checks import (
     run,
     synchronisations,
 )
-from tests.lib.masks import KINDS, listed, on_device, random_mask, with_any_order
+from tests.lib.masks import KINDS, listed, on_device, random_mask, spread, with_any_order
 from tests.lib.oracle import Call
 
 # A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
@@ -106,6 +106,93 @@ def test_every_kind_of_mask(kind: str) -> None:
     for seed in range(3):
         rng = random.Random(f"{kind} {seed}")
         assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
+
+
+HALF_BLOCKS: dict[str, dict[str, Any]] = {
+    "d128": {"head_dim": 128},
+    "d64 gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2},
+    "d96 softcap": {"head_dim": 80, "softcap": 3.0},
+    "d128 gqa sink": {"head_dim": 128, "nheads": 6, "nheads_k": 2, "sink": True},
+    "two head dims": {"head_dim": 128, "head_dim_v": 64, "dtype": torch.float16},
+    "bias": {"head_dim": 64, "bias": (1, 0, 1)},
+    "d192": {"head_dim": 192},
+    "causal": {"head_dim": 128, "causal": True},
+}
+
+
+def half_blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> tuple[BlockMask, Tensor]:
+    """A mask of random blocks of 64 queries or keys, from a map or from indices, and element by element."""
+    block_q, block_k = rng.choice([(64, 64), (64, 64), (64, 128), (128, 64), (64, 192)])
+    shape = (*sets, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(rng.getrandbits(32))) < rng.choice(
+        [0.05, 0.25, 0.6, 1]
+    )
+    shown = spread(visible, block_q, block_k, seqlen_q, seqlen_k).cuda()
+    visible = visible.cuda()
+    if block_k != 192 and rng.random() < 0.5:
+        indices, counts = visible.int().argsort(dim=-1, descending=True, stable=True), visible.sum(-1)
+        given: dict[str, Any] = {"block": (block_q, block_k), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        mask = BlockMask.from_indices(indices, counts, **given)
+    else:
+        mask = BlockMask.from_blocks(visible, (block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    if rng.random() < 0.5:
+        mask = mask & BlockMask.causal(seqlen_q, seqlen_k)
+        shown = shown & torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device="cuda").tril(seqlen_k - seqlen_q)
+    assert mask.half_blocks
+    return mask, shown
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", HALF_BLOCKS.values(), ids=HALF_BLOCKS)
+def test_blocks_of_64(options: dict[str, Any], fuzz_seconds: float) -> None:
+    """Each warpgroup goes over half blocks of its own, also where some kernel takes whole blocks instead."""
+    for count, rng in draws(f"half blocks {options}", 4 * fuzz_seconds):
+        torch.manual_seed(count)
+        batch, seqlen_q, seqlen_k = rng.randint(1, 2), rng.choice(LENGTHS), rng.choice((*LENGTHS, 1100))
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "device": "cuda"} | options
+        call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, **given)
+        sets = rng.choice([1, batch]), rng.choice([1, call.q.shape[2], call.k.shape[2]])
+        mask, shown = half_blocks(seqlen_q, seqlen_k, rng, sets)
+        call = replace(call, block_mask=mask, shown=shown)
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
+
+
+@needs_kernels
+def test_blocks_of_64_give_the_same_bits(repetitions: int) -> None:
+    """Warpgroups have different steps, and run apart by as much as the rings allow."""
+    visible = torch.rand(1, 4, 32, 40, generator=torch.Generator().manual_seed(0)) < 0.25
+    mask = BlockMask.from_blocks(visible.cuda(), 64)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 4, "head_dim": 128, "device": "cuda"}
+    call = replace(random_call([2048] * 2, [2560] * 2, packed=False, **given), block_mask=mask)
+
+    def forward() -> dict[str, Tensor]:
+        return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
+
+    assert not differing(forward(), forward, repetitions)
+
+
+def test_which_kernel_blocks_of_64_get() -> None:
+    """The constructors of a mask decide, not its tables, which are on the device."""
+    q, visible = torch.randn(1, 512, 2, 128, dtype=torch.bfloat16), torch.rand(1, 2, 8, 8) < 0.5
+    indices = visible.int().argsort(-1)[..., :3]
+    of_64, of_128 = BlockMask.from_blocks(visible, 64), BlockMask.from_blocks(visible[..., :4, :4], 128)
+    bias = torch.zeros(512, 512, dtype=torch.bfloat16)
+    cases: list[tuple[BlockMask, dict[str, Any], bool]] = [
+        (of_64, {}, True),
+        (of_64 & BlockMask.causal(512, 512), {"softcap": 2.0}, True),
+        (BlockMask.from_indices(indices, block=64, seqlen_k=512), {}, True),
+        (BlockMask.from_indices(indices[:, :, :4], block=(128, 64), seqlen_k=512), {}, True),
+        (of_64, {"bias": bias}, False),
+        (of_64, {"causal": True}, False),
+        (of_128, {}, False),
+        (BlockMask.from_indices(indices[:, :, :4, :1], seqlen_k=512), {}, False),
+        (BlockMask.from_blocks(visible[..., :5, :5], 100, seqlen_q=500, seqlen_k=500), {}, False),
+    ]
+    for mask, options, expected in cases:
+        x = q[:, : mask.seqlen_q]
+        explained = explain(x, x, x, block_mask=mask, gpu="sm90", **options)
+        assert explained.forward is not None
+        assert explained.forward.config.features.half_blocks == expected
 
 
 @needs_kernels

@@ -349,7 +349,7 @@ def test_call_fields() -> None:
     assert block_mask == "block_mask"
     assert tuple(tensors) == AttentionCall._fields[:NUM_TENSORS]
     tables = names[len(tensors) : len(tensors) + 9]
-    numbers = (max_seqlen_q, max_seqlen_k, "low_contention", "has_m_block_order", *Options._fields)
+    numbers = (max_seqlen_q, max_seqlen_k, "low_contention", "has_m_block_order", "half_blocks", *Options._fields)
     assert tuple(names) == (*tensors, *tables, *numbers, "backend", "any_scale", "any_softcap")
     names = [argument.name for argument in torch.ops.flash_attn_cute.backward.default._schema.arguments]
     assert tuple(names[: flat_call.NUM_RESULTS]) == BackwardCall._fields[2:]

@@ -117,6 +117,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_mask=spec.has_mask and not scores.mask_varies[2] and not _has_window(spec),
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
+        half_blocks=spec.half_blocks,
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,

@@ -25,6 +25,7 @@ class Tables(NamedTuple):
     mEntries: cute.Tensor  # (entry, block of keys and its code), of its configuration's ``blocks_an_entry``
     mCodes: cute.Tensor | None  # (list, block of keys); a block mask has none
     mBits: cute.Tensor  # (tile, warpgroup, thread, word)
+    mKinds: cute.Tensor | None = None  # (tile of a block mask,), see ``mask_tiles.kinds_of_quarters``; of half blocks
 
 
 class Sharing(NamedTuple):

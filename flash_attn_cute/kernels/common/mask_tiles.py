@@ -22,6 +22,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.workspace import carved
 
+SEEN, ALL_SEEN = 0b0001, 0b0100  # of the kind of a half of the keys, for the first half of the queries
 _WARPS = 8
 _AT_ONCE = 4  # rows of a warp, whose elements are read together
 
@@ -197,6 +198,13 @@ class BlockTiles(_Tiles):
         self.kernel(mTiles, mBits).launch(grid=[num_tiles, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
         return mBits
 
+    def kinds(self, mBits: cute.Tensor) -> cute.Tensor | None:
+        """Kinds of the quarters of each tile, (tile,), behind the bits; None if the configuration has none."""
+        if not self.tile.has_kinds:
+            return None
+        num_tiles = mBits.shape[0] // (BLOCK // self.tile.queries * (BLOCK // self.tile.keys))
+        return cute.make_tensor(mBits.iterator + cute.size(mBits), cute.make_layout(num_tiles))
+
     def bits(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
         """Bits of the block mask: reordered by the kernel, or a view where a thread has the scores of one query."""
         t = self.tile
@@ -227,6 +235,35 @@ class BlockTiles(_Tiles):
             queries, keys = (part * t.queries, 0) if const_expr(t.queries < BLOCK) else (0, part * t.keys)
             own = cute.local_tile(sRows, (t.queries, self.words_a_row), (queries // t.queries, keys // t.keys))
             self._write_bits(own, mBits, index * parts + part, thread)
+        if const_expr(t.has_kinds):
+            kinds, mKinds = kinds_of_quarters(sRows, thread % 32), self.kinds(mBits)
+            if thread == 0:
+                mKinds[index] = kinds
+
+
+@cute.jit
+def kinds_of_quarters(sRows: cute.Tensor, lane: Int32) -> Int32:
+    """Kinds of a tile's four quarters, by a converged warp.
+
+    Four bits for each half of the keys: whether the first and the second half of the queries attend to any of them
+    (``SEEN``), and whether each of these attends to all (``ALL_SEEN``).
+
+    Args:
+        sRows: (128 queries, 4 words of 32 keys).
+        lane: of the warp.
+    """
+    kinds = Int32(0)
+    for keys in cutlass.range_constexpr(2):
+        for queries in cutlass.range_constexpr(2):
+            some, every = Int32(0), Int32(-1)
+            for row in cutlass.range_constexpr(2):
+                for word in cutlass.range_constexpr(2):
+                    bits = sRows[64 * queries + 32 * row + lane, 2 * keys + word]
+                    some, every = some | bits, every & bits
+            seen = cute.arch.vote_any_sync(some != 0)
+            whole = cute.arch.vote_all_sync(every == -1)
+            kinds = kinds | (Int32(seen) * SEEN | Int32(whole) * ALL_SEEN) << 4 * keys + queries
+    return kinds
 
 
 class RowLists:
@@ -284,5 +321,6 @@ class RowTables:
             self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
         elif const_expr(c.features.block_mask):
             mBits = self.block_tiles.bits(a.blocks, stream)
-            tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
+            lists, entries = as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2)
+            tables = Tables(lists, entries, None, mBits, self.block_tiles.kinds(mBits))
         return tables

@@ -222,7 +222,7 @@ def forward_config(
     """
     del group
     # Every thread reads its row of a bias, by words, wherever it is.
-    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
+    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False, half_blocks=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))

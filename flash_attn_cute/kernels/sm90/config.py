@@ -90,9 +90,15 @@ class ForwardConfig(Sm90Config):
         return 2 * rows + bias_stages * self.bias_rows * self.bias_pitch
 
     @property
+    def keys_a_load(self) -> int:
+        """Keys that come to shared memory together: a block of 64 of the two that a step has, or all of a step."""
+        return BLOCK // 2 if self.features.half_blocks else self.tile_n
+
+    @property
     def mask_tile(self) -> MaskTile:
         """How a mask is cut."""
-        return MaskTile(self.tile_m // self.group, self.tile_n, self.group)
+        half_blocks = self.features.half_blocks
+        return MaskTile(self.tile_m // self.group, self.keys_a_load, self.group, has_kinds=half_blocks)
 
     @property
     def blocks_an_entry(self) -> int:
@@ -105,7 +111,7 @@ class ForwardConfig(Sm90Config):
             return 1
         assert self.tile_m == BLOCK
         assert BLOCK % self.tile_n == 0
-        return BLOCK // self.tile_n
+        return BLOCK // self.keys_a_load
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
@@ -118,18 +124,22 @@ class ForwardConfig(Sm90Config):
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O."""
-        return self._bytes(2, self.bias_stages) <= _SHARED_MEMORY
+        """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O.
+
+        With half blocks Q lies in registers, and O leaves from there, so that one tile of Q is enough.
+        """
+        return self.features.half_blocks or self._bytes(2, self.bias_stages) <= _SHARED_MEMORY
 
     @property
     def tile_stages(self) -> int:
-        """Tiles whose Q is in shared memory."""
+        """Tiles whose fields are in shared memory, and but for half blocks their Q."""
         return 2 if self.persistent else 1
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer warpgroup and of the others; at most 512 in sum over the warpgroups."""
-        of_two = (40, 232) if self.bias_pitch else (24, 240)  # who loads a bias has addresses to compute
+        # Who loads a bias has addresses to compute, and who loads half blocks keeps those without a partner.
+        of_two = (40, 232) if self.bias_pitch or self.features.half_blocks else (24, 240)
         return of_two if self.num_mma_warpgroups == 2 else (32, 160)
 
 
@@ -147,6 +157,9 @@ class _ForwardTile(NamedTuple):
 # Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns. Under a
 # block mask tiles have the queries of its blocks, and their keys or a part of these.
 _FORWARD_TILES = (
+    _ForwardTile(64, Case("half_blocks", without="bias intervals"), 128, 128, 6, q_in_registers=True),
+    _ForwardTile(96, Case("half_blocks", without="bias intervals"), 128, 128, 4, q_in_registers=True),
+    _ForwardTile(128, Case("half_blocks", without="bias intervals"), 128, 128, 3, q_in_registers=True),
     _ForwardTile(64, Case("block_mask strided_bias"), 128, 64, 2),
     _ForwardTile(64, Case("block_mask bias"), 128, 128, 2),
     _ForwardTile(64, Case("block_mask"), 128, 128, 4),
@@ -201,10 +214,11 @@ def forward_config(
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
+    features = replace(_read_alike(features.of_pass("forward")), half_blocks="half_blocks" in tile.case.needs)
     return ForwardConfig(
         dtype=dtype,
         tile_d=tile_d,
-        features=_read_alike(features.of_pass("forward")),
+        features=features,
         tile_dv=tile_dv,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,

@@ -25,7 +25,7 @@ Where tiles have rows of several heads, or out is float32, O leaves from registe
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -86,8 +86,9 @@ class ForwardSm90:
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
         self.row_tables = RowTables(config)
-        self.stores_rows = config.group > 1 or config.features.wide
         features = config.features
+        self.has_no_sO = features.wide or features.half_blocks
+        self.stores_rows = config.group > 1 or self.has_no_sO
         self.keeps_max_P = features.max_logits and not features.caps_or_biases
         self.keeps_max_logits = features.max_logits and features.caps_or_biases
 
@@ -113,13 +114,14 @@ class ForwardSm90:
             O=tiled_mma(dtype, k_major, mn_major, c.tile_dv, registers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = self.memory.stage_layouts("sQ", "sK", "sV", "sO")
+        (sQ,), (sK, sV) = self.memory.stage_layouts("sQ"), self.memory.stage_layouts("sK", "sV", rows=c.keys_a_load)
+        sO = None if const_expr(self.has_no_sO) else self.memory.stage_layouts("sO")[0]
         packed = c.features.packed
         tma = Tma(
             Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
-            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            O=None if const_expr(c.features.wide) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
+            K=make_row_tiles(load, mK, sK, (c.keys_a_load, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.keys_a_load, c.tile_dv), packed),
+            O=None if const_expr(sO is None) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)
@@ -188,6 +190,80 @@ class ForwardSm90:
     ) -> None:
         """An mma warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
         c = self.config
+        work = self._work(a, tables, mmas, tO, shared, mO, mLSE, scales)
+        w = work.warpgroup
+        if w == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
+            cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES, number_of_threads=256)
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
+        working = shared.tiles[0, 0] >= 0
+        num_blocks = QueryTile.read(c, shared.tiles[None, 0]).blocks.num
+        if working and num_blocks > 0:
+            self._receive_Q(work, tile_state.index)
+            shared.pipe_K.consumer_wait(k_state)
+            self._start_S(work, tile_state.index, k_state.index)
+            warpgroup.wait_group(0)
+            shared.pipe_K.consumer_release(k_state)
+            k_state.advance()
+        while working:
+            stage = tile_state.index
+            work.acc_O.fill(0.0)
+            work.softmax.reset()
+            if const_expr(self.keeps_max_logits):
+                work.max_logits.fill(-Float32.inf)
+            if num_blocks > 0:
+                k_state, v_state = self._mainloop(work, stage, k_state, v_state)
+            tile_state.advance()
+            following = Int32(0)
+            working = Boolean(False)
+            if const_expr(c.persistent):
+                cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
+                working = shared.tiles[0, tile_state.index] >= 0
+                following = QueryTile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
+                if following > 0:
+                    self._receive_Q(work, tile_state.index)
+                    shared.pipe_K.consumer_wait(k_state)
+            if num_blocks > 0:
+                shared.pipe_V.consumer_wait(v_state)
+                if following > 0:
+                    self._acquire_tensor_cores(work)
+                    self._start_S(work, tile_state.index, k_state.index)
+                    self._start_O(work, v_state.index)
+                    self._pass_tensor_cores(work)
+                    warpgroup.wait_group(0)
+                else:
+                    self._start_O(work, v_state.index)
+                    warpgroup.wait_group(0)
+                shared.pipe_V.consumer_release(v_state)
+                v_state.advance()
+            elif following > 0:
+                self._start_S(work, tile_state.index, k_state.index)
+                warpgroup.wait_group(0)
+            if following > 0:
+                shared.pipe_K.consumer_release(k_state)
+                k_state.advance()
+            self.epilogue(work, stage)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.tile_empty + stage)
+            num_blocks = following
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    def _work(
+        self,
+        a: ForwardArguments,
+        tables: Tables | None,
+        mmas: _Mmas,
+        tO: RowTiles | None,
+        shared: Any,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scales: ScoreScales,
+    ) -> "_Work":
+        """Operands and accumulators of this mma warpgroup."""
+        c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         slice_S, slice_O = mmas.S.get_slice(thread), mmas.O.get_slice(thread)
@@ -199,7 +275,7 @@ class ForwardSm90:
             tSrQ = cute.make_rmem_tensor(slice_S.partition_shape_A((64, c.tile_d)), self.dtype)
         else:
             tSrQ = mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
-        work = _Work(
+        return _Work(
             arguments=a,
             tables=tables,
             warpgroup=w,
@@ -220,64 +296,6 @@ class ForwardSm90:
             mO=mO,
             mLSE=mLSE,
         )
-        if w == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
-            cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES, number_of_threads=256)
-        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
-        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
-        working = shared.tiles[0, 0] >= 0
-        num_blocks = QueryTile.read(c, shared.tiles[None, 0]).blocks.num
-        if working and num_blocks > 0:
-            self._receive_Q(work, tile_state.index)
-            shared.pipe_K.consumer_wait(k_state)
-            self._start_S(work, tile_state.index, k_state)
-            warpgroup.wait_group(0)
-            shared.pipe_K.consumer_release(k_state)
-            k_state.advance()
-        while working:
-            stage = tile_state.index
-            acc_O.fill(0.0)
-            work.softmax.reset()
-            if const_expr(self.keeps_max_logits):
-                work.max_logits.fill(-Float32.inf)
-            if num_blocks > 0:
-                k_state, v_state = self._mainloop(work, stage, k_state, v_state)
-            tile_state.advance()
-            following = Int32(0)
-            working = Boolean(False)
-            if const_expr(c.persistent):
-                cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
-                working = shared.tiles[0, tile_state.index] >= 0
-                following = QueryTile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
-                if following > 0:
-                    self._receive_Q(work, tile_state.index)
-                    shared.pipe_K.consumer_wait(k_state)
-            if num_blocks > 0:
-                shared.pipe_V.consumer_wait(v_state)
-                if following > 0:
-                    self._acquire_tensor_cores(work)
-                    self._start_S(work, tile_state.index, k_state)
-                    self._start_O(work, v_state)
-                    self._pass_tensor_cores(work)
-                    warpgroup.wait_group(0)
-                else:
-                    self._start_O(work, v_state)
-                    warpgroup.wait_group(0)
-                shared.pipe_V.consumer_release(v_state)
-                v_state.advance()
-            elif following > 0:
-                self._start_S(work, tile_state.index, k_state)
-                warpgroup.wait_group(0)
-            if following > 0:
-                shared.pipe_K.consumer_release(k_state)
-                k_state.advance()
-            self.epilogue(work, stage)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.tile_empty + stage)
-            num_blocks = following
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
     @cute.jit
     def _receive_Q(self, work: "_Work", stage: Int32) -> None:
@@ -347,9 +365,9 @@ class ForwardSm90:
         if const_expr(entry is None):
             entry = self._read_entry(work, v_state.count + 1)
         self._acquire_tensor_cores(work)
-        self._start_S(work, stage, k_state)
+        self._start_S(work, stage, k_state.index)
         shared.pipe_V.consumer_wait(v_state)
-        self._start_O(work, v_state)
+        self._start_O(work, v_state.index)
         self._pass_tensor_cores(work)
         warpgroup.wait_group(1)
         shared.pipe_K.consumer_release(k_state)
@@ -367,26 +385,26 @@ class ForwardSm90:
         cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES + following, number_of_threads=256)
 
     @cute.jit
-    def _start_S(self, work: "_Work", stage: Int32, state: pipeline.PipelineState) -> None:
+    def _start_S(self, work: "_Work", stage: Int32, k_stage: Int32) -> None:
         """S = Q K^T, in flight on return."""
         tSrQ = work.tSrQ if const_expr(self.config.q_in_registers) else work.tSrQ[None, None, None, stage]
         mma = cute.make_mma_atom(work.mmas.S.op)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
-            cute.gemm(mma, work.acc_S, tSrQ[None, None, k], work.tSrK[None, None, k, state.index], work.acc_S)
+            cute.gemm(mma, work.acc_S, tSrQ[None, None, k], work.tSrK[None, None, k, k_stage], work.acc_S)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
-    def _start_O(self, work: "_Work", state: pipeline.PipelineState) -> None:
+    def _start_O(self, work: "_Work", v_stage: Int32) -> None:
         """O += P V, in flight on return."""
         mma = cute.make_mma_atom(work.mmas.O.op)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         tOrP = as_operand_a(work.rP)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            cute.gemm(mma, work.acc_O, tOrP[None, None, k], work.tOrV[None, None, k, state.index], work.acc_O)
+            cute.gemm(mma, work.acc_O, tOrP[None, None, k], work.tOrV[None, None, k, v_stage], work.acc_O)
         warpgroup.commit_group()
 
     @cute.jit
@@ -549,7 +567,7 @@ class _Work:
     softmax: OnlineSoftmax
     max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P
     scales: ScoreScales
-    shared: Shared
+    shared: Any  # ``Shared``, or a kernel's of its own
     tO: RowTiles | None
     mO: cute.Tensor
     mLSE: cute.Tensor

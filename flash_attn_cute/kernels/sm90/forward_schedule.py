@@ -2,6 +2,7 @@
 
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import half_blocks_schedule
 
 # The softmax of one warpgroup runs beside both products of the others, as in FlashAttention-3.
 _TIMELINE = """
@@ -14,6 +15,8 @@ the others      tensor cores                             S, O                   
 
 def forward_schedule(config: ForwardConfig) -> Schedule:
     """The schedule of a configuration."""
+    if config.features.half_blocks:
+        return half_blocks_schedule(config)
     c, warpgroups, has_bias = config, config.num_mma_warpgroups, config.bias_pitch > 0
     assert c.tile_dv <= c.tile_d  # O fits the place of Q
 

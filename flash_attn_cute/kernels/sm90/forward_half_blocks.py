@@ -1,0 +1,246 @@
+"""Attention forward on Hopper for block masks of blocks of 64: a step has two half blocks, wherever these are.
+
+A CTA takes tiles of 128 queries of one head. Each of its two mma warpgroups has 64 of them, and attends to half blocks
+of 64 keys of its own: in a random mask most are visible to one warpgroup alone. ``forward_half_blocks_transfers`` pairs
+half blocks that the same warpgroups attend to. A pair is one step: 128 keys side by side in one stage of K and V, so
+that products are as large, and as fast, as those of whole blocks. Nothing invisible is computed but at the end of a
+list, and what both warpgroups attend to is loaded once.
+
+``forward_half_blocks_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module
+takes its numbers. K and V of all steps go through one ring each. As warpgroups have different steps, each gets messages
+of its own: where its next step is, and where the bits of its scores are; or that the tile ends. So a warpgroup never
+waits at a barrier of a step that it does not have, whose phase it would lose count of. The producer releases a stage in
+the place of the warpgroup that does not have its step.
+
+No warpgroup waits for a step while it keeps a stage from others: it releases V(n) before. So the oldest step that is
+not released is one whose warpgroups wait for nothing that comes behind it, and all of them make progress.
+
+Warps of a warpgroup decide each for itself whether a step is late, and may decide differently. So nothing but products
+and barriers at which each warp arrives once for a step may depend on it: a barrier of the warpgroup would lose count.
+Turns at the tensor cores as of ``forward`` have no place here, as warpgroups have different numbers of steps.
+
+Q is in registers, which leaves shared memory for three stages at d = 128. O leaves from registers, row by row.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.assembly import set_registers
+from flash_attn_cute.kernels.common.block_lists import FULL, Tables
+from flash_attn_cute.kernels.common.ring import arrive_as_warp
+from flash_attn_cute.kernels.common.score import ScoreScales, hidden
+from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Mmas, _Work
+from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
+from flash_attn_cute.kernels.sm90.forward_transfers import Tma
+from flash_attn_cute.kernels.sm90.mma import rows_and_columns
+from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
+
+
+class ForwardHalfBlocksSm90(ForwardSm90):
+    """The forward kernel of one configuration with the feature ``half_blocks``."""
+
+    def __init__(self, config: ForwardConfig):
+        super().__init__(config)
+        self.transfers = HalfBlockTransfers(config, self.schedule.pipeline("q").num_bytes)  # type: ignore[assignment]
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: _Mmas,
+        tma: Tma,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        arguments: ForwardArguments,
+        tables: Tables,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared memory, then splits into roles."""
+        schedule, memory = self.schedule, self.memory
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            prefetch_descriptors(tma)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        tiles, q, k, v, messages = (memory.ring(storage, name) for name in ("tiles", "q", "k", "v", "messages0"))
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                memory.init(storage)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        shared = Shared(
+            **memory.tensors(storage, "sQ", "sK", "sV", "tiles", "messages"),
+            tile_ring=tiles,
+            q_ring=q,
+            k_stages=Stages(k.barriers, k.stages, k.num_bytes),
+            v_stages=Stages(v.barriers, v.stages, v.num_bytes),
+            message_barriers=messages.barriers,
+        )
+        if warp_idx < 4:
+            set_registers(schedule.role("producer").registers, schedule.threads)
+            if warp_idx == 0:
+                self.transfers.producer(arguments, tables, tma, shared)
+        else:
+            set_registers(schedule.role("mma").registers, schedule.threads)
+            self.mma(arguments, tables, mmas, None, shared, mO, mLSE, scales)
+
+    @cute.jit
+    def mma(
+        self,
+        a: ForwardArguments,
+        tables: Tables,
+        mmas: _Mmas,
+        tO: RowTiles | None,
+        shared: Shared,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scales: ScoreScales,
+    ) -> None:
+        """An mma warpgroup: 64 queries of every tile, from their first step to out and lse."""
+        work = self._work(a, tables, mmas, tO, shared, mO, mLSE, scales)
+        count, number = Int32(0), Int32(0)  # of tiles, and of messages to this warpgroup
+        stage, phase, first, second = Int32(0), Int32(0), Int32(0), Int32(0)
+        shared.tile_ring.wait_full(count)  # from the producer: the first tile
+        working = shared.tiles[0, 0] >= 0
+        if working:
+            self._take_Q(work, count)
+            stage, phase, first, second = self._receive(work, number)
+            number += 1
+            if stage >= 0:
+                cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)
+                self._start_S(work, Int32(0), stage)
+                warpgroup.wait_group(0)
+                arrive_as_warp(shared.k_stages.empty(stage))
+        while working:
+            work.acc_O.fill(0.0)
+            work.softmax.reset()
+            if const_expr(self.keeps_max_logits):
+                work.max_logits.fill(-Float32.inf)
+            if stage >= 0:
+                number = self._mainloop_of_steps(work, number, stage, phase, first, second)
+            count += 1
+            shared.tile_ring.wait_full(count)
+            working = shared.tiles[0, shared.tile_ring.stage(count)] >= 0
+            stage = Int32(-1)
+            if working:
+                self._take_Q(work, count)
+                stage, phase, first, second = self._receive(work, number)
+                number += 1
+            if stage >= 0:
+                cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)
+                self._start_S(work, Int32(0), stage)
+                warpgroup.wait_group(0)
+                arrive_as_warp(shared.k_stages.empty(stage))
+            self.epilogue(work, shared.tile_ring.stage(count - 1))
+            shared.tile_ring.release(count - 1)
+
+    @cute.jit
+    def _take_Q(self, work: _Work, count: Int32) -> None:
+        """Q of a tile into registers; its place is free then."""
+        work.shared.q_ring.wait_full(count)
+        self._receive_Q(work, Int32(0))
+        work.shared.q_ring.release(count)
+
+    @cute.jit
+    def _receive(self, work: _Work, number: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Waits for a message: stage and phase of a step, and codes of its half blocks; or a stage of ``END``."""
+        shared, ring = work.shared, work.shared.message_ring(work.warpgroup)
+        ring.wait_full(number)
+        fields = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(shared.messages[None, ring.stage(number), work.warpgroup], fields)
+        return fields[0], fields[1], fields[2], fields[3]
+
+    @cute.jit
+    def _mainloop_of_steps(
+        self, work: _Work, number: Int32, stage: Int32, phase: Int32, first: Int32, second: Int32
+    ) -> Int32:
+        """All steps of a tile but the first's scores. Returns the number of the message behind the tile's end.
+
+        Args:
+            work: of this warpgroup.
+            number: of the next message.
+            stage: of the first step.
+            phase: of its stage's barriers.
+            first: code of its first half block.
+            second: code of its second half block.
+        """
+        shared, ring = work.shared, work.shared.message_ring(work.warpgroup)
+        k, v = shared.k_stages, shared.v_stages
+        self._compute_P(work, first, second, self._words(work, first, second), True)
+        more = Boolean(True)
+        while more:
+            cute.arch.mbarrier_wait(v.full(stage), phase)
+            self._start_O(work, stage)
+            keeps_V = Boolean(True)
+            if not cute.arch.vote_all_sync(ring.is_full(number)):  # a warp has one answer
+                keeps_V = self._finish_O(work, stage)
+            next_stage, next_phase, first, second = self._receive(work, number)
+            number += 1
+            more = next_stage >= 0
+            if more:
+                words = self._words(work, first, second)
+                is_loaded = cute.arch.vote_all_sync(cute.arch.mbarrier_test_wait(k.full(next_stage), next_phase))
+                if keeps_V and not is_loaded:
+                    keeps_V = self._finish_O(work, stage)
+                cute.arch.mbarrier_wait(k.full(next_stage), next_phase)
+                self._start_S(work, Int32(0), next_stage)
+                warpgroup.wait_group(1)
+                if keeps_V:
+                    arrive_as_warp(v.empty(stage))
+                warpgroup.wait_group(0)
+                arrive_as_warp(k.empty(next_stage))
+                self._compute_P(work, first, second, words, False)
+                stage, phase = next_stage, next_phase
+            else:
+                warpgroup.wait_group(0)
+                if keeps_V:
+                    arrive_as_warp(v.empty(stage))
+        return number
+
+    @cute.jit
+    def _finish_O(self, work: _Work, stage: Int32) -> Boolean:
+        """Waits for O of a step, and releases V; False, for nothing is kept."""
+        warpgroup.wait_group(0)
+        arrive_as_warp(work.shared.v_stages.empty(stage))
+        return Boolean(False)
+
+    @cute.jit
+    def _words(self, work: _Work, first: Int32, second: Int32) -> cute.Tensor:
+        """This thread's bits of both half blocks of a step, a word each."""
+        words = cute.make_rmem_tensor(2, Int32)
+        for half, code in enumerate((first, second)):
+            words[half] = Int32(-1) if code == FULL else Int32(0)
+            if code >= 0:
+                words[half] = work.tables.mBits[Int64(code), work.warpgroup, work.thread, 0]
+        return words
+
+    @cute.jit
+    def _compute_P(
+        self, work: _Work, first: Int32, second: Int32, words: cute.Tensor, is_first: cutlass.Constexpr
+    ) -> None:
+        """Computes P from S: largest logits, softcap, mask, softmax."""
+        hides = first & second != FULL
+        if const_expr(self.keeps_max_logits):
+            scale = work.arguments.numbers.softmax_scale
+            if hides:
+                hide_half_blocks(work.acc_S, words, hidden(scale))
+            raise_logits(work.max_logits, work.acc_S, scale)
+        if const_expr(self.config.features.softcap):
+            cap(work.acc_S, work.scales.tanh)
+        if hides:
+            hide_half_blocks(work.acc_S, words, hidden(work.scales.log2))
+        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
+
+
+@cute.jit
+def hide_half_blocks(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
+    """Masks scores whose bits are 0, by selection; words[i] has a thread's bits of the i-th half of the columns."""
+    scores = rows_and_columns(acc_S)
+    columns = cute.size(scores, mode=[1]) // 2
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for c in cutlass.range_constexpr(2 * columns):
+            bit = 1 << r * columns + c % columns
+            scores[r, c] = cutlass.select_(words[c // columns] & bit != 0, scores[r, c], nothing)
