@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, const_expr
 
-from flash_attn_cute.kernels.common.assembly import bit_mask, shifted_right, unpack
+from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import capped, hidden, visible_columns
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -259,15 +259,22 @@ class BlockOfBias:
             words = self.ahead if begin == 0 else self.row.read(self.first_column + begin, at_once)
             for first in range(0, at_once, _COLUMNS_ADDED):
                 some = words[first * self.row.dtype.width // 32 :][: _COLUMNS_ADDED * self.row.dtype.width // 32]
-                add_in_memory(place + (begin + first), scale, self.row.numbers(some))
+                self._add(place + (begin + first), scale, self.row.numbers(some))
+
+    def _add(self, place: Int32, scale: Float32, numbers: list[Float32]) -> None:
+        """As ``add_in_memory``, but by pairs, whose registers lie side by side: the backward pass lacks such."""
+        scores, sums = tensor_memory.load(place, len(numbers)), []
+        for i in range(0, len(numbers), 2):
+            sums += cute.arch.fma_packed_f32x2(tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2]))
+        tensor_memory.store(place, sums)
 
 
 def add_in_memory(place: Int32, scale: Float32, numbers: list[Float32]) -> None:
     """Adds numbers to scores, times a scale: to those of a thread's row in as many columns from ``place`` on."""
-    scores, sums = tensor_memory.load(place, len(numbers)), []
-    for i in range(0, len(numbers), 2):
-        sums += cute.arch.fma_packed_f32x2(tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2]))
-    tensor_memory.store(place, sums)
+    for first in range(0, len(numbers), _COLUMNS):
+        some = numbers[first : first + _COLUMNS]
+        scores = tensor_memory.load(place + first, len(some))
+        tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, some, strict=True)])
 
 
 @dataclass(frozen=True)
