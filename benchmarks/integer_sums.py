@@ -11,6 +11,9 @@ power of two that is a row's grid. A row's grid has to hold what its sum can be 
     weighted    |dO| (sum of P max |V| |K| + |O| sum of P max |K|); the maxima are those of a block of keys, and a
                 forward kernel can sum P of a block anyway
 
+By the first one the grid is that of kernels (``kernels.common.fixed_point``): coarser where K and V say that the bound
+is not far above a usual sum.
+
 Each table row is a kind of data that is hard for sums. Its columns: the relative error (root mean square, over that of
 dQ in float64) of float32 sums; how many times that error integers make, by each bound; and how many bits of a row's
 largest element are above its grid, of the worst row and of the median one.
@@ -29,6 +32,7 @@ QUERIES = 64
 BLOCK = 128  # keys of a block
 BITS = 31
 MARGIN = 1.05  # P and dS are rounded
+KEPT = 2  # bits
 
 
 class Data(NamedTuple):
@@ -113,6 +117,12 @@ def bounds(p: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> dict[s
     return {name: MARGIN * bound[:, None] for name, bound in found.items()}
 
 
+def spare_bits(k: Tensor, v: Tensor) -> int:
+    """Bits that a head's sums do without: fewer, the further the bound of all keys is above a usual sum."""
+    loss = v.square().sum(-1).max() / v.square().mean() * len(k) * k.abs().max().square() / k.square().mean()
+    return int(max(0, min(9, (34 - math.floor(math.log2(loss.item()))) // 2 - KEPT)))
+
+
 def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, float]]]:
     """The table row of a kind of data: float32's error; by bound, the ratio of errors and the bits of a row.
 
@@ -143,7 +153,8 @@ def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, f
         sums += part
     in_float, by_bound = error(sums.double()), {}
     for name, bound in bounds(p, k, v, out, dout).items():
-        grid = torch.exp2(torch.ceil(torch.log2(bound.double())) - BITS)
+        spare = spare_bits(k, v) if name == "all keys" else 0
+        grid = torch.exp2(torch.ceil(torch.log2(bound.double())) - BITS + spare)
         integers = torch.round(parts.double() / grid)
         total = integers.sum(0)
         assert integers.abs().sum(0).max() < 2**BITS, f"{kind}, {name}: a sum is larger than its bound"

@@ -107,6 +107,13 @@ def as_float(x: Int32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-unty
 
 
 @dsl_user_op
+def largest_magnitude(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """The larger one of a and the magnitude of b, in one instruction; NaN counts as nothing."""
+    text = "{ .reg .f32 m; abs.f32 m, $2; max.f32 $0, $1, m; }"
+    return Float32(_assembly(T.f32(), [a, b], text, "=f,f,f", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def to_integer(x: Float32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
     """The nearest integer, the lowest or highest one of 32 bits if it is beyond these, 0 for NaN."""
     return Int32(_assembly(T.i32(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", False, {"loc": loc, "ip": ip}))

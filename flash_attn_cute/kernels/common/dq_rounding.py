@@ -36,7 +36,7 @@ def round_blocks(
         warps: number of warps of a CTA that call this.
         round_block: rounds one block. Takes the block's sums, dQ of its head, its first row within the sequence, the
             sequence's rows, the row of the sequence before which writing ends, the lane, and of sums in fixed point
-            ``row_units``.
+            ``row_units`` and ``num_adding``.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)
@@ -64,7 +64,9 @@ def round_blocks(
             place = gdQ, work.first_row, rows, stop, lane
             last = Int32(0) if const_expr(c.fixed_point) else num_adding
             semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, last)
-            units = {"row_units": ws.mStats[2, work.head, work.block, None]} if const_expr(c.fixed_point) else {}
+            units = {}
+            if const_expr(c.fixed_point):
+                units = {"row_units": ws.mStats[2, work.head, work.block, None], "num_adding": num_adding}
             round_block(ws.dQ_sums(work.head, work.block), *place, **units)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)

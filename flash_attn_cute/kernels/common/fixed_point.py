@@ -23,16 +23,23 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.kernels.backward import NUM_RANGES
-from flash_attn_cute.kernels.common.assembly import as_bits, as_float, to_integer
+from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, to_integer
 from flash_attn_cute.kernels.common.key_lists import blocks_of_keys, list_of
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.workspace import Workspace
 
 # With so much of it integers double nothing: on the data of ``benchmarks.integer_sums`` errors grow by 3 % at most.
-MOST_LOSS = float(1 << 34)
+_MOST_LOSS_BITS = 34
+MOST_LOSS = float(1 << _MOST_LOSS_BITS)
 FLOAT32 = -1.0  # in the place of a row's units: this head is summed in float32, in turns
+# Added to a number below 2^22 it makes a float whose last bits are the nearest integer.
+_ROUNDING, _ROUNDING_BITS = 1.5 * (1 << 23), 0x4B400000
+_MOST_ROUNDED = float(1 << 22)
+# Heads with less loss do without some bits, and keep 2 more than those of most loss, as most of what their tiles add is
+# then below ``_MOST_ROUNDED``. Without 9 bits all of it is.
+_MOST_SPARE, _KEPT = 9, 2
 _MARGIN = 1.05  # of the bound, as P and dS are rounded
-_THREADS = 256
+_THREADS, _PARTS = 256, 2  # of a tile, one after the other, so that more CTAs fit an SM
 _WARPS = _THREADS // 32
 
 
@@ -57,21 +64,23 @@ class KeyRanges:
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels, for a dense batch: one CTA a tile of a key head, and one warp a key head."""
         batch, _, heads_k, _ = a.mK.shape
-        heads = batch * heads_k
         self.of_tiles(a, ws).launch(
-            grid=[heads * blocks_of_keys(self.config, a), 1, 1], block=[_THREADS, 1, 1], stream=stream
+            grid=[heads_k, blocks_of_keys(self.config, a), batch],
+            block=[_THREADS, 1, 1],
+            stream=stream,
         )
-        self.of_heads(a, ws).launch(grid=[heads, 1, 1], block=[32, 1, 1], stream=stream)
+        self.of_heads(a, ws).launch(grid=[heads_k, batch, 1], block=[32, 1, 1], stream=stream)
 
     @cute.kernel
     def of_tiles(self, a: BackwardArguments, ws: Workspace) -> None:
         """Magnitudes of one tile of a key head."""
-        index, _, _ = cute.arch.block_idx()
+        head_k, block, batch = cute.arch.block_idx()  # neighbours read rows that lie side by side
+        heads_k, tiles, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
-        tiles, heads_k = blocks_of_keys(self.config, a), a.mK.shape[2]
-        block, head_k, batch = index % tiles, index // tiles % heads_k, index // tiles // heads_k
-        first_key = block * self.config.tile_n
         gK, gV = (rows_first(x, False)[None, None, head_k, batch] for x in (a.mK, a.mV))
+        # In flight meanwhile; of a tile that nobody sees for nothing, but hardly any tile is one.
+        first_key = block * self.config.tile_n
+        keys, values = (self._rows(x, first_key, 0) for x in (gK, gV))
         smem = cutlass.memory.SmemAllocator()
         sSeen = smem.allocate_tensor(Int32, cute.make_layout(self.config.tile_n))
         sFound = smem.allocate_tensor(Float32, cute.make_layout((NUM_RANGES, _WARPS)))
@@ -81,11 +90,13 @@ class KeyRanges:
         found = cute.make_rmem_tensor(NUM_RANGES, Float32)
         found.fill(0.0)
         if num_entries > 0:
-            keys, values = self._rows(gK, first_key), self._rows(gV, first_key)  # in flight meanwhile
             if thread < self.config.tile_n:
                 sSeen[thread] = self._is_seen(a, ws, batch, head_k, block, thread)
             cute.arch.sync_threads()
-            self._measure(keys, values, sSeen, found)
+            for part in cutlass.range_constexpr(_PARTS):
+                if const_expr(part > 0):
+                    keys, values = (self._rows(x, first_key, part) for x in (gK, gV))
+                self._measure(keys, values, sSeen, part, found)
         _over_warp(found)
         if thread % 32 == 0:
             for i in range(NUM_RANGES):
@@ -100,9 +111,9 @@ class KeyRanges:
     @cute.kernel
     def of_heads(self, a: BackwardArguments, ws: Workspace) -> None:
         """Merges the tiles of a head, and decides how it is summed."""
-        index, _, _ = cute.arch.block_idx()
-        tiles, heads_k, lane = blocks_of_keys(self.config, a), a.mK.shape[2], cute.arch.lane_idx()
-        head_k, first = index % heads_k, index // heads_k * tiles
+        head_k, batch, _ = cute.arch.block_idx()
+        tiles, lane = blocks_of_keys(self.config, a), cute.arch.lane_idx()
+        first = batch * tiles
         found = cute.make_rmem_tensor(NUM_RANGES, Float32)
         found.fill(0.0)
         for tile in cutlass.range(lane, tiles, 32, unroll=2):
@@ -116,7 +127,9 @@ class KeyRanges:
         if lane == 0:
             ws.mHeads[0, head_k, first] = cute.math.sqrt(found[_NORM_V])
             ws.mHeads[1, head_k, first] = found[_ELEMENT_K]
-            ws.mHeads[2, head_k, first] = Float32(0.0) if loss <= MOST_LOSS else Float32(FLOAT32)
+            spare = (_MOST_LOSS_BITS + 127 - (as_bits(loss) >> 23)) // 2 - _KEPT
+            spare = cutlass.max(cutlass.min(spare, Int32(_MOST_SPARE)), Int32(0))
+            ws.mHeads[2, head_k, first] = spare.to(Float32) if loss <= MOST_LOSS else Float32(FLOAT32)
 
     @cute.jit
     def _is_seen(
@@ -145,41 +158,48 @@ class KeyRanges:
                 entry += 1
         return seen
 
-    def _place(self, i: int) -> Int32:
-        """This thread's ith row within a tile."""
+    def _place(self, part: int, i: int) -> Int32:
+        """This thread's ith row of a part, within a tile."""
         thread, _, _ = cute.arch.thread_idx()
-        return i * (_THREADS // self.lanes) + thread // self.lanes
+        return (part * self._num_rows() + i) * (_THREADS // self.lanes) + thread // self.lanes
 
     def _num_rows(self) -> int:
-        """Rows of a tile a thread has vectors of."""
-        rows: int = self.config.tile_n * self.lanes // _THREADS
+        """Rows of a part of a tile a thread has vectors of."""
+        rows: int = self.config.tile_n * self.lanes // _THREADS // _PARTS
         return rows
 
     @cute.jit
-    def _rows(self, gX: cute.Tensor, first: Int32) -> cute.Tensor:
-        """This thread's vectors of a tile, (8, vector, row): zeros behind the columns, the last row behind the rows."""
+    def _rows(self, gX: cute.Tensor, first: Int32, part: cutlass.Constexpr) -> cute.Tensor:
+        """This thread's vectors of a part, (8, vector, row): zeros behind the columns, the last row behind the rows."""
         lane = cute.arch.thread_idx()[0] % self.lanes
         read = cute.make_rmem_tensor((8, self.vectors, self._num_rows()), gX.element_type)
         read.fill(0.0)
-        for i in cutlass.range_constexpr(self._num_rows()):
-            row = cutlass.min(first + self._place(i), gX.shape[0] - 1)
-            for j in cutlass.range_constexpr(self.vectors):
-                vector = lane + j * self.lanes
-                if vector < gX.shape[1] // 8:
-                    cute.autovec_copy(cute.local_tile(gX[row, None], (8,), (vector,)), read[None, j, i])
+        for j in cutlass.range_constexpr(self.vectors):
+            vector, last = lane + j * self.lanes, gX.shape[0] - 1 - first
+            if vector < gX.shape[1] // 8:
+                own = cute.local_tile(cute.domain_offset((first, 0), gX), (gX.shape[0], 8), (0, vector))
+                for i in cutlass.range_constexpr(self._num_rows()):
+                    cute.autovec_copy(own[cutlass.min(self._place(part, i), last), None], read[None, j, i])
         return read
 
     @cute.jit
-    def _measure(self, keys: cute.Tensor, values: cute.Tensor, sSeen: cute.Tensor, found: cute.Tensor) -> None:
-        """Magnitudes of what this thread has read."""
+    def _measure(
+        self,
+        keys: cute.Tensor,
+        values: cute.Tensor,
+        sSeen: cute.Tensor,
+        part: cutlass.Constexpr,
+        found: cute.Tensor,
+    ) -> None:
+        """Magnitudes of what this thread has read of a part."""
         lane = cute.arch.thread_idx()[0] % self.lanes
         for i in cutlass.range_constexpr(self._num_rows()):
-            seen = Float32(sSeen[self._place(i)])
+            seen = Float32(sSeen[self._place(part, i)])
             largest, squares_k, squares_v = (Float32(0.0) for _ in range(3))
             for j in cutlass.range_constexpr(8 * self.vectors):
                 # NaN if it is not finite, even if no query sees it.
                 k, v = (x[j % 8, j // 8, i].to(Float32) * seen for x in (keys, values))
-                largest = cute.arch.fmax(largest, cute.arch.fmax(k, -k))
+                largest = largest_magnitude(largest, k)
                 squares_k, squares_v = squares_k + k * k, squares_v + v * v
             norm = squares_v
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
@@ -202,14 +222,14 @@ def _over_warp(found: cute.Tensor) -> None:
 
 
 def ranges_of_head(config: Any, a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32) -> list[Float32]:
-    """Bounds of a head's dQ: the largest norm of a row of V, the largest element of K, and ``FLOAT32`` or 0."""
+    """Of a head: the largest norm of a row of V, the largest element of K, and ``FLOAT32`` or its spare bits."""
     head_k = head // (a.mQ.shape[2] // a.mK.shape[2])
     return [ws.mHeads[i, head_k, batch * blocks_of_keys(config, a)] for i in range(3)]
 
 
 @cute.jit
 def units_of(ranges: list[Float32], norm_dO: Float32, delta: Float32, is_seen: Boolean) -> Float32:
-    """The factor of a row of dQ ahead of its sum: a power of two by which its largest sum has 31 bits.
+    """The factor of a row of dQ ahead of its sum: a power of two by which its largest sum has 31 bits, or fewer.
 
     Args:
         ranges: of the head (``ranges_of_head``).
@@ -222,25 +242,35 @@ def units_of(ranges: list[Float32], norm_dO: Float32, delta: Float32, is_seen: B
     """
     bound = (norm_dO * ranges[0] + cute.arch.fmax(delta, -delta)) * ranges[1] * Float32(_MARGIN)
     exponent = (as_bits(bound) >> 23) & 255
-    units = as_float((284 - cutlass.max(exponent, Int32(31))) << 23)
+    units = as_float((284 - ranges[2].to(Int32) - cutlass.max(exponent, Int32(31))) << 23)
     units = Float32.nan if exponent == 255 else units
     units = units if is_seen else Float32(0.0)
-    return units if ranges[2] == 0.0 else Float32(FLOAT32)
+    return units if ranges[2] >= 0.0 else Float32(FLOAT32)
 
 
-def to_fixed_point(acc: cute.Tensor, units: cute.Tensor) -> cute.Tensor:
-    """An accumulator of two rows a thread, in units of each, as integers in the registers of floats."""
-    integers = cute.make_rmem_tensor_like(acc, Int32)
-    for i in range(cute.size(acc)):
-        integers[i] = to_integer(acc[i] * units[i // 2 % 2])
-    return cute.recast_tensor(integers, Float32)
+@cute.jit
+def to_fixed_point(acc: cute.Tensor, units: cute.Tensor) -> None:
+    """Makes an accumulator of two rows a thread integers in units of each, plus ``_ROUNDING_BITS``, as their bits.
+
+    Numbers below 2^22 become integers by one addition, all others by a conversion, of which an SM has few a clock.
+    """
+    largest = [Float32(0.0), Float32(0.0)]
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        largest[i // 2 % 2] = largest_magnitude(largest[i // 2 % 2], acc[i])
+    if cute.arch.fmax(largest[0] * units[0], largest[1] * units[1]) < _MOST_ROUNDED:
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = fma(acc[i], units[i // 2 % 2], Float32(_ROUNDING))
+    else:
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = as_float(to_integer(acc[i] * units[i // 2 % 2]) + _ROUNDING_BITS)
 
 
-def from_fixed_point(numbers: cute.Tensor, units: Float32) -> list[Float32]:
-    """Numbers of a row's sums in its units, or as they are in float32."""
+def from_fixed_point(numbers: cute.Tensor, units: Float32, num_adding: Int32) -> list[Float32]:
+    """Numbers of a row to which so many tiles have added, in its units, or as they are in float32."""
     whole = cutlass.select_(units == Float32(0.0), Float32(0.0), Float32(1.0) / units)
     in_turns = units == Float32(FLOAT32)
+    added = num_adding * _ROUNDING_BITS
     return [
-        cutlass.select_(in_turns, numbers[i], as_bits(numbers[i]).to(Float32) * whole)
+        cutlass.select_(in_turns, numbers[i], (as_bits(numbers[i]) - added).to(Float32) * whole)
         for i in range(cute.size(numbers))
     ]

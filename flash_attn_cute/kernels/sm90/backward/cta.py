@@ -459,12 +459,9 @@ class BackwardCtaSm90(BackwardKernel):
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
         if const_expr(self.config.fixed_point):
-            if work.rUnits[0] == FLOAT32:
-                put(work.acc_dQ, part, work.thread)
-            else:
-                put(to_fixed_point(work.acc_dQ, work.rUnits), part, work.thread)
-        else:
-            put(work.acc_dQ, part, work.thread)
+            if work.rUnits[0] != FLOAT32:
+                to_fixed_point(work.acc_dQ, work.rUnits)
+        put(work.acc_dQ, part, work.thread)
         if const_expr(not self.config.hands_out_late):
             self._hand_out(work, piece)
 

@@ -252,7 +252,7 @@ class Transfers:
         ``come`` is whether a look has found that the step's turn has come; returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
-        in_order, fixed_point = self.config.features.deterministic, self.config.fixed_point
+        in_order, fixed_point = self.config.in_order, self.config.fixed_point
         if const_expr(not in_order):
             shared.rings.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
@@ -262,8 +262,11 @@ class Transfers:
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
         semaphore = semaphores.at(ws.mSemaphoresQ, w, 0, block)
         if const_expr(in_order):
-            if turn != UNORDERED if const_expr(fixed_point) else True:
-                cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+            cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+        elif const_expr(fixed_point):
+            if turn != UNORDERED:
+                semaphores.wait(semaphore, turn)
+                cute.arch.fence_proxy("async.global")  # likewise
         else:
             turn = Int32(1)  # to add to zeros
         with cute.arch.elect_one():
@@ -292,8 +295,7 @@ class Transfers:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.rings.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)
-        if turn != UNORDERED if const_expr(self.config.fixed_point) else True:
-            semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
+        semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
 
     @cute.jit
     def _turn_has_come(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> Int32:
@@ -302,9 +304,7 @@ class Transfers:
         if cute.arch.lane_idx() == 0:
             if shared.rings.steps.is_full(step):
                 block, turn = shared.read_step(step)
-                come = Int32(turn == UNORDERED)
-                if come == 0 if const_expr(self.config.fixed_point) else True:
-                    come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
+                come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
         return come

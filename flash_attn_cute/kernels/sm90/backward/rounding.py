@@ -27,6 +27,7 @@ def round_block(
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
     row_units: cute.Tensor | None = None,
+    num_adding: Int32 | None = None,
     transposed: cutlass.Constexpr = False,
 ) -> None:
     """A block that has been added to, eight columns of two rows a thread at a time.
@@ -44,6 +45,7 @@ def round_block(
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
         row_units: of each row, what sums are in (``common.fixed_point``); None: float32.
+        num_adding: with them, how many tiles have added.
         transposed: whether parts have the block's columns for rows, 64 each.
     """
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
@@ -56,7 +58,7 @@ def round_block(
                 for n, numbers in enumerate(both):
                     within = first_row + row + kind.rows_apart * n
                     if const_expr(row_units is not None):
-                        numbers = from_fixed_point(numbers, row_units[row + kind.rows_apart * n])
+                        numbers = from_fixed_point(numbers, row_units[row + kind.rows_apart * n], num_adding)
                     words = rounded(numbers, scale, gdX.element_type)
                     for j in cutlass.range_constexpr(cute.size(words)):
                         words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
