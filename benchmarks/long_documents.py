@@ -1,8 +1,8 @@
 """Lengths of documents as in a public corpus for training on long contexts.
 
-The shares, and the way of packing, are those of MagiAttention's benchmark of context parallelism
-(github.com/SandAI-org/MagiAttention at 2c64135, exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv
-and exps/dist_attn/benchmark/utils.py). Its published rates are on packs of this kind.
+Shares of lengths, and how documents are packed, are those of MagiAttention's benchmark of context parallelism, whose
+published rates are on such packs. Source, below ``exps/dist_attn/benchmark`` of github.com/SandAI-org/MagiAttention at
+2c64135: ``datasets/default/doc_length_distribution.csv`` and ``utils.py``.
 """
 
 import random

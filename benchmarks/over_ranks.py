@@ -1,7 +1,10 @@
 """Context parallelism on several ranks of this machine, each a process: on a GPU of its own, or on the CPU.
 
     python -m benchmarks context-parallel --ranks 4
-    python -m benchmarks context-parallel --ranks 2 --tokens-per-rank 256 --sequence 1024 --heads 4 2 16   # on a CPU
+
+A small one for a CPU, the work of each rank alone, a record, and the model:
+
+    python -m benchmarks context-parallel --ranks 2 --tokens-per-rank 256 --sequence 1024 --heads 4 2 16
     python -m benchmarks context-parallel --ranks 4 --alone
     python -m benchmarks context-parallel --record build/benchmarks/context_parallel-4-cuda-bfloat16.json
     python -m benchmarks context-parallel --model benchmarks/results
@@ -66,12 +69,12 @@ class Chosen(NamedTuple):
 
     @property
     def device_type(self) -> str:
-        """Of all ranks."""
+        """The device type of all ranks."""
         return "cuda" if self.on_gpu else "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all tensors."""
+        """The dtype of all tensors."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
 
@@ -328,7 +331,7 @@ def _rate(found: CaseReport, name: str, num_ranks: int) -> float:
 
 
 def mean_lines(reports: Sequence[CaseReport], num_ranks: int) -> list[str]:
-    """Of rows that differ in lengths alone, means of the rates in either pass, and in both one after the other."""
+    """Means of rates over rows that differ in lengths alone: of either pass, and of both one after the other."""
     rates: dict[tuple[str, str], dict[str, list[float]]] = {}
     for found in reports:
         kind, _, passes = found.panel.rpartition(", ")

@@ -34,7 +34,7 @@ CAUSAL: Window = (None, 0)
 
 
 class Row(NamedTuple):
-    """What ranks compute together: causal self-attention of documents, of a window that ends at the diagonal or full.
+    """A call over all ranks: causal self-attention of documents, of a window that ends at the diagonal, or full.
 
     ``kind`` names rows that differ in lengths alone.
     """
@@ -50,7 +50,7 @@ class Row(NamedTuple):
         return Layout.of(sharding, sharding, self.lengths, self.lengths, self.window)
 
     def sharding(self, num_ranks: int) -> Sharding:
-        """Likewise."""
+        """The sharding over so many ranks, in balance."""
         return Sharding.balanced([0, *accumulate(self.lengths)], num_ranks, window_size=self.window)
 
     def flop(self, shape: Shape, passes: Passes) -> float:
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What rows are made of, on any number of ranks."""
+    """Sizes of the rows, on any number of ranks."""
 
     tokens_per_rank: tuple[int, ...]  # of documents
     packs: int  # of documents, for each number of tokens
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
 
     @functools.cache  # noqa: B019 - of a tuple
     def rows(self, num_ranks: int) -> list[Row]:
-        """Those that tell most come first."""
+        """Rows of the suite, the most important ones first."""
         tokens, *more = self.tokens_per_rank
         longer = [row for count in more for row in self._documents(count, num_ranks)]
         return [
@@ -228,7 +228,7 @@ def _deterministic(method: str) -> Callable[[RanksCase], Run]:
 
 
 def _share(name: str, rank: int | None = None) -> Callable[[RanksCase], Run]:
-    """What a rank computes by a method, with random messages; None: the rank of the case."""
+    """Runs a rank's part of a method, with random messages; None: the rank of the case."""
     kind = method_plan.KEY_METHODS[name]
 
     def make(case: RanksCase) -> Run:

@@ -145,7 +145,7 @@ class AllGather:
         return transfer, keys
 
     def _give_back(self, context: Context, parts: KeyValues) -> tuple[Transfer, list[list[Tensor]]]:
-        """What each rank has for each range of this rank's own keys, once the transfer has ended."""
+        """Returns a transfer, and the gradients of each rank for ranges of this rank's own keys, there at its end."""
         arriving = [[parts.empty(b - a).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         transfer = Transfer(

@@ -335,7 +335,7 @@ def test_rates_are_those_of_one_gpu() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 4096, 65_536, 524_288])
 def test_packs_of_long_documents(tokens: int) -> None:
-    """As many tokens as were asked for, no document above a quarter of them, and the median of the corpus."""
+    """Packs have as many tokens as asked for, no document above a quarter of them, and the median of the corpus."""
     packs = [long_documents.pack(tokens, seed) for seed in range(20)]
     assert all(sum(pack) == tokens and min(pack) > 0 and max(pack) <= max(1, tokens // 4) for pack in packs)
     assert packs[0] == long_documents.pack(tokens, 0)

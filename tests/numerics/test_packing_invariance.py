@@ -21,7 +21,7 @@ CAUSAL: Options = {"causal": True}
 
 
 class Case(NamedTuple):
-    """What documents that are packed have in common."""
+    """Heads, head dimensions and options that all packed documents of a test share."""
 
     heads: tuple[int, int]  # of q, and of k and v
     dims: tuple[int, int]  # columns of q and k, and of v

@@ -78,7 +78,7 @@ class KeyRanges:
         heads_k, tiles, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
         gK, gV = (rows_first(x, False)[None, None, head_k, batch] for x in (a.mK, a.mV))
-        # In flight meanwhile; of a tile that nobody sees for nothing, but hardly any tile is one.
+        # Loads are in flight while lists are read. They are in vain for a tile that no query sees, but few are.
         first_key = block * self.config.tile_n
         keys, values = (self._rows(x, first_key, 0) for x in (gK, gV))
         smem = cutlass.memory.SmemAllocator()
@@ -222,7 +222,7 @@ def _over_warp(found: cute.Tensor) -> None:
 
 
 def ranges_of_head(config: Any, a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32) -> list[Float32]:
-    """Of a head: the largest norm of a row of V, the largest element of K, and ``FLOAT32`` or its spare bits."""
+    """A head's largest norm of a row of V, its largest element of K, and ``FLOAT32`` or its spare bits."""
     head_k = head // (a.mQ.shape[2] // a.mK.shape[2])
     return [ws.mHeads[i, head_k, batch * blocks_of_keys(config, a)] for i in range(3)]
 

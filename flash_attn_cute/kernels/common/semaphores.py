@@ -8,7 +8,7 @@ block. Every wait ends if turns follow the order in which tiles are taken (``dq_
 
 Where sums are in fixed point (``common.fixed_point``) a semaphore starts at minus the number of tiles that add, so that
 it counts, below 0, those that have yet to. Tiles are then taken in the order of unordered passes, which is the opposite
-one. A tile of turn n is the last but n to add: it waits until the semaphore is -1 - n. Nobody stores.
+one. A tile of turn n is the last but n to add: it waits until the semaphore is -1 - n. No tile stores.
 
 Unordered additions need a zeroed block. A warp of the main kernel zeroes it, or the preprocessing kernel does. In the
 former case a semaphore is ``NOT_ZEROED`` until its block is zero, and tiles wait for that. When a tile ends, it signals

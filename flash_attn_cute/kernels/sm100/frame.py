@@ -69,7 +69,7 @@ def meet_in_cluster() -> None:
 
 
 class InPair:
-    """What belongs to a CTA of a pair."""
+    """State of a CTA of a pair."""
 
     rank: Int32  # of the CTA: the leader is 0
 
