@@ -262,7 +262,7 @@ class BlockOfBias:
                 self._add(place + (begin + first), scale, self.row.numbers(some))
 
     def _add(self, place: Int32, scale: Float32, numbers: list[Float32]) -> None:
-        """As ``add_in_memory``, but by pairs, whose registers lie side by side: the backward pass lacks such."""
+        """Adds numbers to scores as ``add_in_memory`` does, but two at a time, in registers that lie side by side."""
         scores, sums = tensor_memory.load(place, len(numbers)), []
         for i in range(0, len(numbers), 2):
             sums += cute.arch.fma_packed_f32x2(tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2]))

@@ -367,8 +367,8 @@ class _BackwardTile(NamedTuple):
 _LARGE_BLOCKS = Case(without="right left softcap bias mask block_mask packed grouped wide deterministic")
 
 # 64 columns of K are 1 to 2.5 % faster where they spill nothing; a windowed d = 128 has the registers, but is slower.
-# With 128 queries in a step the products last longer than any wait: causal passes are 2 % faster if what steps tell of
-# is told when it can be, but full ones slower.
+# With 128 queries in a step the products last longer than any wait: causal passes are 2 % faster if a step hands its
+# results out as soon as it can, but full ones slower.
 _BACKWARD_TILES = (
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
     _BackwardTile(64, Case("bias"), 64, 16, True),  # likewise

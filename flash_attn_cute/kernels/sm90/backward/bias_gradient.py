@@ -1,10 +1,10 @@
 """The gradient of a bias on Hopper, by a kernel of its own behind the backward pass: any broadcast shape, no atomics.
 
-A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of (the
-batch entries, heads, queries or keys over which the bias was broadcast), computes their gradients once more, from the
-lse and delta that the backward pass has left, sums them in registers and writes the tile once. So the sums are in
-float32, rounded once, and the same to the bit from run to run. Where a bias has fewer tiles than the GPU has SMs, a
-tile's pieces are split between CTAs, which leave float32 sums; a small kernel adds them up in their order.
+A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of: the
+batch entries, heads, queries or keys over which the bias was broadcast. Their gradients are computed once more, from
+the lse and delta that the backward pass has left. The CTA sums them in registers and writes the tile once. So the sums
+are in float32, rounded once, and the same to the bit from run to run. Where a bias has fewer tiles than the GPU has
+SMs, a tile's pieces are split between CTAs, which leave float32 sums; a small kernel adds them up in their order.
 
 What limits it is how fast operands come from the L2 cache: 128 KB a piece at d = 128, twice what the tensor cores have
 time for. The bias is the same for all pieces of a tile, and copied once.

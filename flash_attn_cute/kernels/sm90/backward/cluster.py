@@ -449,7 +449,7 @@ class BackwardClusterSm90(BackwardKernel):
 
 @dataclass(frozen=True)
 class _Work:
-    """What all mma warpgroups of a CTA know."""
+    """State that all mma warpgroups of a CTA share."""
 
     arguments: BackwardArguments
     workspace: Workspace

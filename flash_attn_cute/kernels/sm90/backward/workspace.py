@@ -1,11 +1,10 @@
 """How the float32 sums of gradients lie in the workspace (``common.workspace``), and the numbers of every query.
 
-A block of dQ is in parts, one for every mma
-warpgroup that computes some of it: first along its rows, 64 a part, then along its columns. Within a part numbers lie
-as the warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes
-them into shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a
-thread finds those of the queries that are its columns four at a time. Where the rows of a block are no multiple of 64,
-parts are of its transpose: 64 columns each.
+A block of dQ is in parts, one for every mma warpgroup that computes some of it: first along its rows, 64 a part, then
+along its columns. Within a part numbers lie as the warpgroup's accumulator holds them, four a thread in turn. So a warp
+adds 512 bytes at a time, or writes them into shared memory, from where TMA adds the part as it is. The numbers of a
+block's queries are permuted, so that a thread finds those of the queries that are its columns four at a time. Where the
+rows of a block are no multiple of 64, parts are of its transpose: 64 columns each.
 """
 
 import cutlass
@@ -35,8 +34,8 @@ def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32, is_first: Boolean | 
         acc: the accumulator.
         part: of a block.
         thread: of the warpgroup.
-        is_first: whether nobody has added to the part before: what is there is overwritten. None: nobody knows, and the
-            workspace was zero to begin with.
+        is_first: whether no tile has added to the part before: what is there is overwritten. None: that is not known,
+            and the workspace was zero to begin with.
     """
     if const_expr(is_first is None):
         _add(acc, part, thread)
