@@ -28,6 +28,7 @@ _ON_CUDA = 2  # of DLPack
 
 _SECTION, _SYMBOL = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")  # of ELF's tables
 _SYMBOLS = 2  # the type of a section
+_FILL = 0xFF  # of memory that is not written: bytes of NaN
 # By processors: code that jumps to an address, which follows the first part, and code that returns 0.
 _CODE = {
     "x86_64": (b"\x48\xb8", b"\xff\xe0", b"\x31\xc0\xc3"),
@@ -44,13 +45,22 @@ class Memory:
         for name, x in given.items():
             self.places[name] = size // 256 * 256 + 512 + x.data_ptr() % 16  # as aligned as it is
             size = self.places[name] + num_bytes(x)
-        self.bytes: Any = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.bytes: Any = np.full(-(-size // 16) * 16, _FILL, np.uint8)
         self.tensors = [slice(place, place + num_bytes(given[name])) for name, place in self.places.items()]
         for x, place in zip(given.values(), self.tensors, strict=True):
             self.bytes[place] = spread(x).view(torch.uint8).numpy()
 
     def read(self) -> None:
-        """Puts into tensors what is in memory, where that is something else."""
+        """Puts into tensors what is in memory, where that is something else.
+
+        Raises:
+            FaultError: memory between tensors is no longer as it was.
+        """
+        between = self.bytes != _FILL
+        for place in self.tensors:
+            between[place] = False
+        if between.any():
+            raise FaultError(f"{np.count_nonzero(between)} bytes are written that belong to no tensor")
         for x, place in zip(self.given.values(), self.tensors, strict=True):
             found = torch.from_numpy(self.bytes[place].copy())
             if not torch.equal(found, spread(x).view(torch.uint8)):

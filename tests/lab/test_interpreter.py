@@ -4,8 +4,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from lab import interpreter
+from lab.interpreter.host import Memory
 
 HEAD = """.version 9.0
 .target sm_100a
@@ -45,6 +47,18 @@ def test_bytes_that_an_mbarrier_counts() -> None:
     run(ELECT + EXPECT, "", 0)
     with pytest.raises(interpreter.FaultError, match="that 1200000 bytes are to come to"):
         run(ELECT + 2 * EXPECT, "", 0)
+
+
+def test_what_is_written_between_tensors() -> None:
+    """Tensors come back with what is in memory; a byte that belongs to none of them is a fault."""
+    given = {"one": torch.zeros(3), "other": torch.zeros(2)}
+    memory = Memory(given)
+    memory.bytes[memory.tensors[0]] = np.frombuffer(np.float32([1, 2, 3]).tobytes(), np.uint8)
+    memory.read()
+    assert given["one"].tolist() == [1.0, 2.0, 3.0]
+    memory.bytes[memory.tensors[0].stop] = 0
+    with pytest.raises(interpreter.FaultError, match="1 bytes are written that belong to no tensor"):
+        memory.read()
 
 
 def test_any_lane_is_elected() -> None:
