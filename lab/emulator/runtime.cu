@@ -223,9 +223,14 @@ __device__ __noinline__ bool help(Queue* queue, uint32_t lanes) {
   return true;
 }
 
-// Whether a CTA has been running for too long; then the kernel ends with a fault.
+// Whether a CTA has been running for too long.
+__device__ bool is_late(const Queue* queue) {
+  return nanoseconds() - load(&queue->started) > (uint64_t)load(&sm100_limit_ms) * 1000000;
+}
+
+// Ends the kernel with a fault if a CTA is late.
 __device__ void watch(Queue* queue, uint32_t site, uint32_t a, uint32_t b) {
-  if (nanoseconds() - load(&queue->started) < (uint64_t)load(&sm100_limit_ms) * 1000000) return;
+  if (!is_late(queue)) return;
   uint32_t left = load(&queue->reserved) - (uint32_t)(load(&queue->claim) >> 32);
   if (is_first_lane(__activemask())) fault(kHang, site, a, b, left);
   give_up();
@@ -302,7 +307,7 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
         }
       }
       if (!found) __nanosleep(1000);
-      if (!found && nanoseconds() - load(&queue->started) > (uint64_t)load(&sm100_limit_ms) * 1000000) {
+      if (!found && is_late(queue)) {
         fault(kNoColumns, site, columns, taken, 0);
         give_up();
       }
@@ -392,9 +397,8 @@ __device__ __noinline__ void sm100_mma(uint32_t d, uint64_t a, uint64_t b, uint3
     return;
   }
   if (p.pair) {
-    uint32_t waited = 0;
     Queue* peer = queue_of(identity_of(blockIdx.x ^ 1));
-    while (!peer && waited++ < 1000000) {
+    while (!peer && !is_late(queue)) {
       __nanosleep(1000);
       peer = queue_of(identity_of(blockIdx.x ^ 1));
     }

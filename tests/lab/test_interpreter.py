@@ -53,7 +53,7 @@ def test_what_is_written_between_tensors() -> None:
     """Tensors come back with what is in memory; a byte that belongs to none of them is a fault."""
     given = {"one": torch.zeros(3), "other": torch.zeros(2)}
     memory = Memory(given)
-    memory.bytes[memory.tensors[0]] = np.frombuffer(np.float32([1, 2, 3]).tobytes(), np.uint8)
+    memory.bytes[memory.tensors[0]] = np.array([1, 2, 3], np.float32).view(np.uint8)
     memory.read()
     assert given["one"].tolist() == [1.0, 2.0, 3.0]
     memory.bytes[memory.tensors[0].stop] = 0

@@ -37,7 +37,8 @@ def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | Non
     extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9)
     right = 0 if call.causal else right
     max_logits = any_scale is not None
-    numbers = (longest, longest, False, False, call.softmax_scale, left, right, call.softcap, True, True, max_logits)
+    known = (False,) * 3  # of a block mask
+    numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, True, True, max_logits)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
 
