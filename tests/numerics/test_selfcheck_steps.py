@@ -79,7 +79,7 @@ def sample_of(name: str) -> Sample:
     return sample
 
 
-LARGE = widest(set(ON_CPU) - set(SMALL))
+LARGE = widest(name for name in ON_CPU if name not in SMALL)
 
 
 @pytest.mark.parametrize("name", tiered(dict.fromkeys(SMALL + LARGE), *SMALL))
