@@ -122,7 +122,7 @@ def operators_are_sound() -> None:
     for sink, used in ((None, None), (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([4, 3]))):
         flat = (*leaves, sink, sharding.handle, None, None, used, names_of(None), "ring", False, *options)
         torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel, flat)
-        out, lse = torch.ops.flash_attn_cute.context_parallel(*flat)
+        out, lse, _ = torch.ops.flash_attn_cute.context_parallel(*flat)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in (out, lse, out.cos(), out[..., 0].T, *flat)]
         torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel_backward, tuple(detached))
 
