@@ -72,7 +72,7 @@ def test_block_orders_that_do_not_ascend(head_dim: int, order: str) -> None:
 
     Whichever CTA takes which tile, the bits are the same.
     """
-    visible = torch.rand(1, 1, 5, 5, generator=torch.Generator().manual_seed(2)) < 0.5
+    visible = torch.rand(1, 1, 5, 5, generator=torch.Generator().manual_seed(9)) < 0.5
     shown = visible.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :522, :524]
     shown[..., 5::7] = False
     mask = BlockMask.from_dense(shown).with_order(order)
