@@ -15,7 +15,7 @@ from lab.bugs.code import (
     registers_kept,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, Bug, Bugs
+from lab.bugs.table import Bug, Bugs
 
 _DRAIN, _COMPUTE, _ADDS = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
 _DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
@@ -101,7 +101,6 @@ WIDE_PAIR: Bugs = {
             "the bytes of half of K by columns are expected",
             arrivals(PRODUCER, "k_columns.full").rewritten(r", %r\d+;", ", 65536;"),
             "tiles",
-            LOADS_LAG,
         ),
         Bug(
             "the adding warp adds a piece of 64 columns",
