@@ -252,7 +252,7 @@ class _Output:
         report.write_json(self._path, self._environment, self._reports, ())
 
     def end(self) -> None:
-        """Prints means."""
+        """Prints the means over rows that differ in lengths alone, and where the record is."""
         print(*mean_lines(self._reports, self._chosen.num_ranks), f"wrote {self._path}", sep="\n")
 
 

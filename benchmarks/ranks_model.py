@@ -25,7 +25,7 @@ CORPORA = (
 
 
 def write(folder: Path) -> None:
-    """Writes both files."""
+    """Writes the model's rows as JSON, and a picture of them."""
     rows = modelled(CORPORA)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "context_parallel-model.json").write_text(json.dumps(rows, indent=1) + "\n")

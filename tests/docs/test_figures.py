@@ -32,7 +32,7 @@ def prose(page: str) -> str:
 
 
 def ratio(case: CaseReport, contender: str, against: str = OURS) -> float:
-    """Time over time."""
+    """Median of a contender's time over another's, round by round."""
     return case.ratios[contender, against].median
 
 

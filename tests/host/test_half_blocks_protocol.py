@@ -21,7 +21,7 @@ Agent = Iterator[Callable[[], bool]]  # yields what it waits for
 
 
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier: a phase is over when so many have arrived; waits ask for its parity."""
 
     def __init__(self, count: int):
         self.count, self.pending, self.phase = count, count, 0

@@ -106,14 +106,8 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         shared.tile_ring.wait_full(count)  # from the producer: the first tile
         working = shared.tiles[0, 0] >= 0
         if working:
-            self._take_Q(work, count)
-            stage, phase, first, second = self._receive(work, number)
+            stage, phase, first, second = self._begin(work, count, number)
             number += 1
-            if stage >= 0:
-                cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)
-                self._start_S(work, Int32(0), stage)
-                warpgroup.wait_group(0)
-                arrive_as_warp(shared.k_stages.empty(stage))
         while working:
             work.acc_O.fill(0.0)
             work.softmax.reset()
@@ -126,23 +120,25 @@ class ForwardHalfBlocksSm90(ForwardSm90):
             working = shared.tiles[0, shared.tile_ring.stage(count)] >= 0
             stage = Int32(-1)
             if working:
-                self._take_Q(work, count)
-                stage, phase, first, second = self._receive(work, number)
+                stage, phase, first, second = self._begin(work, count, number)
                 number += 1
-            if stage >= 0:
-                cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)
-                self._start_S(work, Int32(0), stage)
-                warpgroup.wait_group(0)
-                arrive_as_warp(shared.k_stages.empty(stage))
             self.epilogue(work, shared.tile_ring.stage(count - 1))
             shared.tile_ring.release(count - 1)
 
     @cute.jit
-    def _take_Q(self, work: _Work, count: Int32) -> None:
-        """Q of a tile into registers; its place is free then."""
-        work.shared.q_ring.wait_full(count)
+    def _begin(self, work: _Work, count: Int32, number: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Takes Q of a tile into registers, and computes the scores of its first step. Returns the step's message."""
+        shared = work.shared
+        shared.q_ring.wait_full(count)
         self._receive_Q(work, Int32(0))
-        work.shared.q_ring.release(count)
+        shared.q_ring.release(count)
+        stage, phase, first, second = self._receive(work, number)
+        if stage >= 0:
+            cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)
+            self._start_S(work, Int32(0), stage)
+            warpgroup.wait_group(0)
+            arrive_as_warp(shared.k_stages.empty(stage))
+        return stage, phase, first, second
 
     @cute.jit
     def _receive(self, work: _Work, number: Int32) -> tuple[Int32, Int32, Int32, Int32]:

@@ -81,7 +81,7 @@ class _Half(NamedTuple):
 
 
 class HalfBlockTransfers:
-    """The producer."""
+    """Warp 0: tiles, the pairs of half blocks that are their steps, and loads."""
 
     def __init__(self, config: ForwardConfig, q_bytes: int):
         assert not config.features.packed
