@@ -1,0 +1,146 @@
+"""Statistics of attention's probabilities: the entropy of each query's, and the sum of each key's.
+
+Losses for indexers and routers, and logs of attention that collapses, want them. Neither needs a kernel of its own:
+
+- a query's mean score is its product with the mean of the keys that it attends to, which is attention with v = k;
+- a key's sum over the queries is ``sum_i exp(s_ij - lse_i)``, which is exp of the log-sum-exp of attention from keys to
+  queries. ``-lse`` comes as three more columns of q, its parts of q's dtype, beside a power of two in those of k.
+
+Each takes about as long as a forward pass, and no memory that grows with the number of pairs. Neither has a gradient.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.api import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.calls.validate import Window
+from flash_attn_cute.sparsity.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Pairs", "column_sums", "row_entropy"]
+
+
+class Pairs(TypedDict, total=False):
+    """Which pairs of a query and a key there are, and what makes a score of them: arguments of ``flash_attn_func``.
+
+    With the first four, which go together, sequences are packed, and arguments those of ``flash_attn_varlen_func``.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    backend: str | None
+
+
+@torch.no_grad()
+def row_entropy(
+    q: Tensor, k: Tensor, *, mask: Tensor | None = None, block_mask: BlockMask | None = None, **pairs: "Unpack[Pairs]"
+) -> Tensor:
+    """Entropy of each query's probabilities over the keys that it sees, ``-sum_j p_ij log p_ij`` in nats.
+
+    A softcap, a bias and a sink are not part of them. A row's mean score is rounded to q's dtype, so its entropy is
+    off by up to 1/128 of its largest score in bfloat16, and may be that much below 0.
+
+    Args:
+        q: (batch, seqlen_q, nheads, d), or packed (total_q, nheads, d).
+        k: (batch, seqlen_k, nheads_k, d), or packed (total_k, nheads_k, d).
+        mask: see ``flash_attn_func``.
+        block_mask: likewise.
+        pairs: see ``Pairs``.
+
+    Returns:
+        (batch, nheads, seqlen_q), or packed (nheads, total_q), float32, float64 for float64 inputs. 0 for a query that
+        sees no key, and for padding.
+
+    Raises:
+        TypeError: an argument that is not of ``Pairs``; else as ``flash_attn_func`` does.
+        ValueError: as ``flash_attn_func`` does.
+    """
+    mean_k, lse = _attention(q, k, k, pairs, mask=mask, block_mask=block_mask)
+    products = (q.to(lse.dtype) * mean_k).sum(-1).transpose(-1, -2)
+    return (lse - _scale(q, pairs) * products).where(lse > -math.inf, 0.0)
+
+
+@torch.no_grad()
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> Tensor:
+    """Sum of each key's probabilities over the queries that see it, ``sum_i exp(s_ij - lse_i)``, for each query head.
+
+    They are exact to the rounding of float32. Kernels serve d up to 248, as they are given 8 columns more.
+
+    Args:
+        q: (batch, seqlen_q, nheads, d), or packed (total_q, nheads, d).
+        k: (batch, seqlen_k, nheads_k, d), or packed (total_k, nheads_k, d).
+        lse: what ``return_lse=True`` returns of the same pairs, (batch, nheads, seqlen_q) or packed (nheads, total_q).
+            If it is of attention with a sink, probabilities are those beside the sink.
+        pairs: see ``Pairs``.
+
+    Returns:
+        (batch, nheads, seqlen_k), or packed (nheads, total_k), float32, float64 for float64 inputs. 0 for a key that no
+        query sees, and for padding.
+
+    Raises:
+        TypeError: an argument that is not of ``Pairs``; else as ``flash_attn_func`` does.
+        ValueError: lse of another shape, a softmax_scale of 0; else as ``flash_attn_func`` does.
+    """
+    scale = _scale(q, pairs)
+    if not scale:
+        raise ValueError("softmax_scale: expected a number other than 0, got 0")
+    rows = lse.transpose(-1, -2)[..., None]
+    if rows.shape != (*q.shape[:-1], 1):
+        raise ValueError(f"lse: expected (..., nheads, queries) of q, {tuple(q.shape)}, got {tuple(lse.shape)}")
+    hidden = rows == -math.inf
+    # A power of two, so that no part of lse is larger than lse.
+    factor = math.copysign(2.0 ** math.ceil(-math.log2(abs(scale))), scale)
+    parts = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
+    columns = q.new_tensor([factor] * 3 + [0.0] * 5)
+    longer_q = torch.cat([q.masked_fill(hidden, 0.0), *parts, q.new_zeros(*q.shape[:-1], 5)], -1)
+    longer_k = torch.cat([k, columns.expand(*k.shape[:-1], 8)], -1)
+    longer_k = longer_k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+    left, right = pairs.get("window_size", (None, None))
+    turned: Pairs = {
+        **pairs,
+        "softmax_scale": scale,
+        "causal": False,
+        "window_size": (0 if pairs.get("causal") else right, left),
+    }
+    for name in ("cu_seqlens", "max_seqlen", "seqused"):
+        for mine, other in (("q", "k"), ("k", "q")):
+            if f"{name}_{other}" in pairs:
+                turned[f"{name}_{mine}"] = pairs[f"{name}_{other}"]  # type: ignore[literal-required]
+    _, log_sums = _attention(longer_k, longer_q, longer_q[..., :8], turned)
+    return log_sums.exp()
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
+    """Out and lse."""
+    unknown = pairs.keys() - Pairs.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))}: not among the arguments of score statistics")
+    attend: Any = flash_attn_varlen_func if "cu_seqlens_q" in pairs else flash_attn_func
+    found: tuple[Tensor, Tensor] = attend(q, k, v, return_lse=True, **masks, **pairs)
+    return found
+
+
+def _scale(q: Tensor, pairs: Pairs) -> float:
+    given = pairs.get("softmax_scale")
+    return float(q.shape[-1] ** -0.5) if given is None else given
+
+
+def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Three numbers of a dtype that sum up to x, each the rounding of what those before it leave."""
+    parts: list[Tensor] = []
+    for _ in range(3):
+        parts.append(x.to(dtype))
+        x = x - parts[-1]
+    return parts

@@ -1,0 +1,135 @@
+"""Row entropies and column sums against those of all probabilities, in float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.score_statistics import column_sums, row_entropy
+from tests.lib import oracle
+from tests.lib.checks import needs_kernels
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 3)},
+    "causal window": {"causal": True, "window_size": (30, None)},
+    "scale": {"softmax_scale": 0.31, "causal": True},
+    "negative scale": {"softmax_scale": -0.2, "window_size": (None, 7)},
+}
+
+
+def drawn(packed: bool, dtype: torch.dtype, device: str, **options: Any) -> oracle.Call:
+    """A call with padding of NaN, grouped heads, more queries than keys and fewer."""
+    generator = torch.Generator().manual_seed(0)
+    rows_q, rows_k = ((140,), (171,)) if packed else ((3, 60), (3, 75))
+    offsets = [torch.tensor(x, dtype=torch.int32) for x in ([0, 70, 71, 140], [0, 50, 90, 171])]
+    used = [torch.tensor(x, dtype=torch.int32) for x in ([60, 1, 50], [45, 0, 75])]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    q, k = normal(*rows_q, 4, 64), normal(*rows_k, 2, 64)
+    for x, ends, lengths in zip((q, k), offsets, used, strict=True):
+        for entry in range(3):
+            start, stop = (int(ends[entry]), int(ends[entry + 1])) if packed else (0, x.shape[1])
+            rows = x if packed else x[entry]
+            rows[start + int(lengths[entry]) : stop] = torch.nan
+    cu_q, cu_k = (x.to(device) for x in offsets) if packed else (None, None)
+    used_q, used_k = (x.to(device) for x in used)
+    return oracle.Call(q, k, k, cu_q, cu_k, used_q, used_k, **options)
+
+
+def arguments(call: oracle.Call, backend: str) -> dict[str, Any]:
+    names = ["seqused_q", "seqused_k", "softmax_scale", "causal", "window_size"]
+    given = {name: getattr(call, name) for name in names} | {"backend": backend}
+    if call.cu_seqlens_q is None:
+        return given
+    return given | {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": 70,
+        "max_seqlen_k": 81,
+    }
+
+
+def probabilities(call: oracle.Call) -> Tensor:
+    """(..., nheads, queries, keys): what attention returns of values that are rows of the identity."""
+    zeroed = [x.cpu().double().nan_to_num() for x in (call.q, call.k)]
+    size = call.k.shape[-3]
+    v = torch.eye(size, dtype=torch.float64)[:, None].expand(*call.k.shape[:-1], size)
+    offsets: dict[str, Any] = {}
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
+        x = getattr(call, name)
+        offsets[name] = None if x is None else x.cpu()
+    out, _ = oracle.attention(replace(call, q=zeroed[0], k=zeroed[1], v=v, **offsets))
+    return out.detach().transpose(-2, -3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("portable", torch.float64),
+        ("portable", torch.bfloat16),
+        pytest.param("sm90", torch.bfloat16, marks=needs_kernels),
+        pytest.param("sm90", torch.float16, marks=needs_kernels),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics(kind: str, packed: bool, backend: str, dtype: torch.dtype) -> None:
+    call = drawn(packed, dtype, "cpu" if backend == "portable" else "cuda", **KINDS[kind])
+    given, true = arguments(call, backend), probabilities(call)
+    attend = flash_attn_varlen_func if packed else flash_attn_func
+    _, lse = attend(call.q, call.k, call.k, return_lse=True, **given)
+    sums = column_sums(call.q, call.k, lse, **given)
+    assert sums.dtype == lse.dtype
+    close = 1e-9 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(sums.cpu().double(), true.sum(-2), rtol=close, atol=close)
+    entropies = row_entropy(call.q, call.k, **given)
+    assert entropies.dtype == lse.dtype
+    # Scores reach about 5, and the mean of the keys is rounded.
+    close = 1e-9 if dtype == torch.float64 else 40 * torch.finfo(dtype).eps
+    torch.testing.assert_close(entropies.cpu().double(), -torch.xlogy(true, true).sum(-1), rtol=0, atol=close)
+
+
+def test_a_sink_and_a_block_mask() -> None:
+    """Columns sum up to what a sink leaves; rows have the entropy of the blocks that they see."""
+    call = drawn(False, torch.float64, "cpu")
+    q, k = (x[:, :40].nan_to_num() for x in (call.q, call.k))
+    sink = torch.randn(4, dtype=torch.float64)
+    _, lse = flash_attn_func(q, k, k, causal=True, learnable_sink=sink, return_lse=True)
+    left = (sink[:, None] - lse).exp()
+    torch.testing.assert_close(column_sums(q, k, lse, causal=True).sum(-1), (1 - left).sum(-1))
+    mask = BlockMask.from_dense(torch.eye(2, dtype=torch.bool).repeat_interleave(20, 0).repeat_interleave(20, 1))
+    halves = [row_entropy(q[:, rows], k[:, rows]) for rows in (slice(0, 20), slice(20, 40))]
+    torch.testing.assert_close(row_entropy(q, k, block_mask=mask), torch.cat(halves, -1))
+
+
+def test_what_is_refused() -> None:
+    q = torch.randn(1, 5, 2, 8)
+    _, lse = flash_attn_func(q, q, q, return_lse=True)
+    with pytest.raises(TypeError, match="softcap: not among the arguments of score statistics"):
+        row_entropy(q, q, softcap=2.0)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="softmax_scale: expected a number other than 0, got 0"):
+        column_sums(q, q, lse, softmax_scale=0.0)
+    with pytest.raises(
+        ValueError, match=r"lse: expected \(..., nheads, queries\) of q, \(1, 5, 2, 8\), got \(1, 5, 2\)"
+    ):
+        column_sums(q, q, lse.mT)
+
+
+def test_scores_of_any_size() -> None:
+    """Rows whose softmax has saturated, and log-sum-exps of thousands."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q, k = (60 * torch.randn(1, 50, 2, 64, generator=generator).to(dtype) for _ in range(2))
+        _, lse = flash_attn_func(q, k, k, causal=True, return_lse=True)
+        assert lse.max() > 5000
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
+        true = scores.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf).softmax(-1).sum(-2)
+        torch.testing.assert_close(column_sums(q, k, lse, causal=True).double(), true, rtol=0, atol=1e-2)
