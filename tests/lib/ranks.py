@@ -9,15 +9,19 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from flash_attn_cute.jit import warm
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -26,6 +30,8 @@ def run(
     functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, backend: str = "gloo", **environment: str
 ) -> None:
     """Runs functions, one after the other, on so many ranks; fails with what a rank raised.
+
+    On GPUs their kernels are compiled ahead, by as many processes as there are processors.
 
     Args:
         functions: what every rank runs, after it has joined the group of all.
@@ -39,8 +45,10 @@ def run(
     where = [backend, str(num_ranks), str(folder)]
     command = [sys.executable, "-m", "tests.lib.ranks", *where, *names]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    here = Path(__file__).parents[2]
+    # What ranks print is pytest's to show: at once with -s, else where they fail.
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, cwd=here, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def by_way_of_the_host() -> None:
@@ -114,11 +122,14 @@ def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=num_ranks,
-            timeout=_TIMEOUT if backend == "gloo" else 5 * _TIMEOUT,  # while a rank compiles kernels, others wait
+            timeout=_TIMEOUT if backend == "gloo" else 5 * _TIMEOUT,  # while kernels are compiled, ranks wait
             device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
         if backend == "shared":
             by_way_of_the_host()
+        if backend != "gloo":
+            _compile_ahead(functions, rank, num_ranks)
+            torch.manual_seed(0)
         for function in functions:
             function()
         dist.barrier()
@@ -126,6 +137,20 @@ def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_
     except BaseException:
         print(f"rank {rank} of {num_ranks}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _compile_ahead(functions: Sequence[Callable[[], None]], rank: int, num_ranks: int) -> None:
+    # Not imported above: it asks for the GPU, and processes that compile import this module.
+    from tests.lib import rehearsal
+
+    needed: list[Any] = [None] * num_ranks
+    dist.all_gather_object(needed, rehearsal.needed_by(functions))
+    configs = list(dict.fromkeys(chain.from_iterable(needed)))
+    if rank == 0 and configs:
+        begin = time.monotonic()
+        compiled = sum(warmed.compiled for warmed in warm.warm(configs, len(os.sched_getaffinity(0))))
+        print(f"{compiled} of {len(configs)} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    dist.barrier()
 
 
 if __name__ == "__main__":
