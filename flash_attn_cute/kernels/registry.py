@@ -7,24 +7,15 @@ Needs no cutlass: kernels are imported when they are to be compiled.
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.features import PassName
-from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90 import config as sm90
-from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import (
-    bias_gradient_schedule as bias_gradient_schedule_sm90,
-)
-from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
-from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
-from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule as forward_schedule_sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
-from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule as backward_schedule_sm100
-from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import (
-    bias_gradient_schedule as bias_gradient_schedule_sm100,
-)
-from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule as forward_schedule_sm100
+
+if TYPE_CHECKING:
+    from flash_attn_cute.kernels.schedule import Schedule
 
 
 class Pass(NamedTuple):
@@ -40,17 +31,22 @@ class Pass(NamedTuple):
     configure: Callable[..., Any]
     kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
-    schedule: Callable[[Any], Schedule]  # from a configuration to its main kernel's
+    described_by: str  # "module:name" of what makes, of a configuration, the ``Schedule`` of its main kernel
 
     def make_kernel(self, config: Any) -> Any:
         """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
-        module, name = self.kernel.split(":")
-        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
+        return _imported(self.kernel)(config)
+
+    def schedule(self, config: Any) -> "Schedule":
+        """Schedule of the main kernel of a configuration."""
+        schedule: Schedule = _imported(self.described_by)(config)
+        return schedule
 
 
-def backward_schedule_sm90(config: sm90.BackwardConfig) -> Schedule:
-    """The schedule of Hopper's backward kernel that serves a configuration."""
-    return cta_schedule(config) if isinstance(config, sm90.BackwardCtaConfig) else cluster_schedule(config)
+def _imported(place: str) -> Any:
+    """What "module:name" names, of a module below this package. Not before it is needed."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
 class Architecture(NamedTuple):
@@ -82,19 +78,22 @@ ARCHITECTURES = {
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
                 "forward": Pass(
-                    sm90.forward_config, "sm90.forward_kernel:forward_kernel", ForwardArguments, forward_schedule_sm90
+                    sm90.forward_config,
+                    "sm90.forward_kernel:forward_kernel",
+                    ForwardArguments,
+                    "sm90.forward_schedule:forward_schedule",
                 ),
                 "backward": Pass(
                     sm90.backward_config,
                     "sm90.backward.launch:BackwardPassSm90",
                     BackwardArguments,
-                    backward_schedule_sm90,
+                    "sm90.backward.backward_schedule:backward_schedule",
                 ),
                 "bias_gradient": Pass(
                     sm90.bias_gradient_config,
                     "sm90.backward.bias_gradient:BiasGradientSm90",
                     BiasGradientArguments,
-                    bias_gradient_schedule_sm90,
+                    "sm90.backward.bias_gradient_schedule:bias_gradient_schedule",
                 ),
             },
         ),
@@ -108,19 +107,19 @@ ARCHITECTURES = {
                     sm100.forward_config,
                     "sm100.forward_kernel:forward_kernel",
                     ForwardArguments,
-                    forward_schedule_sm100,
+                    "sm100.forward_schedule:forward_schedule",
                 ),
                 "backward": Pass(
                     sm100.backward_config,
                     "sm100.backward.launch:BackwardPassSm100",
                     BackwardArguments,
-                    backward_schedule_sm100,
+                    "sm100.backward.backward_schedule:backward_schedule",
                 ),
                 "bias_gradient": Pass(
                     sm100.bias_gradient_config,
                     "sm100.backward.bias_gradient:BiasGradientSm100",
                     BiasGradientArguments,
-                    bias_gradient_schedule_sm100,
+                    "sm100.backward.bias_gradient_schedule:bias_gradient_schedule",
                 ),
             },
             num_sms=148,  # a B200
