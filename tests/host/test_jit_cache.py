@@ -24,6 +24,7 @@ from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import bundle, cache, disk, key
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, Sm90Config, backward_config, forward_config
+from flash_attn_cute.kernels.sm100 import config as sm100
 from tests.conftest import NAME
 from tests.lib.checks import hopper_alone
 
@@ -441,6 +442,27 @@ def test_kernels_come_from_the_bundle(bundled: Path, compiler: Compiler, tmp_pat
     assert callable(cache.kernel(CONFIG))
     assert compiler.calls == 1
     assert not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.slow
+def test_processes_with_a_bundle_do_not_compile(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do they need a folder."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    assert command.main(["bundle", str(tmp_path)]) == 0
+    path = capsys.readouterr().out.strip()
+    processes = [start(PROCESS, tmp_path / "kernels", FLASH_ATTN_CUTE_BUNDLE=path) for _ in range(3)]
+    outcomes = [outcome(process) for process in processes]
+    assert [each.compiles for each in outcomes] == [0, 0, 0]
+    assert {each.signature for each in outcomes} == {warm.outcomes[0].signature}
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_bundle_serves_the_architectures_that_it_was_made_for(bundled: Path, compiler: Compiler) -> None:
+    with pytest.warns(cache.NotBundledWarning, match=r"has no kernel of ForwardConfig\(.*target='sm_100a'"):
+        cache.kernel(sm100.forward_config("bfloat16", 64, 64, Features()))
+    assert compiler.calls == 2
 
 
 def test_the_same_kernels_give_the_same_bundle(

@@ -18,6 +18,32 @@ from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
 from tests.conftest import IDENTITY, NAME
 
+# Makes the entries that are not there, on a file system without locks. Imports no torch, to be quick.
+MAKER = """
+import errno, fcntl, hashlib, importlib.util, os, sys
+from pathlib import Path
+
+source, folder, *names = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("disk", source)
+disk = sys.modules["disk"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(disk)
+plain = fcntl.flock
+
+def flock(descriptor, operation):
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{folder}/"):
+        raise OSError(errno.ENOLCK, "No locks available")
+    plain(descriptor, operation)
+
+fcntl.flock = flock
+print("ready", flush=True)
+sys.stdin.readline()
+for name in names:
+    with disk.Folder(Path(folder)) as opened, opened.lock(name):
+        if opened.read(name) is None:
+            print(name)
+            opened.write(name, {}, hashlib.sha256(bytes(4_000_000)).digest())
+"""
+
 
 def read(path: Path, name: str = NAME) -> bytes | None:
     with disk.Folder(path) as opened:
@@ -77,6 +103,24 @@ def test_where_the_file_system_has_no_locks_the_machine_has(folder: Path, monkey
             flock(other.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(lock) as other:
         flock(other.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_without_locks_many_processes_make_each_entry_once(folder: Path) -> None:
+    names = [f"{i:064x}" for i in range(10)]
+    command = [sys.executable, "-c", MAKER, disk.__file__, str(folder), *names]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"TMPDIR": str(folder.parent)}
+    makers: list[Any] = [subprocess.Popen(command, env=environment, **pipes) for _ in range(6)]
+    for maker in makers:
+        assert maker.stdout.readline() == "ready\n"
+    for maker in makers:
+        maker.stdin.write("go\n")
+        maker.stdin.flush()
+    made = [line for maker in makers for line in maker.stdout.read().split()]
+    for maker in makers:
+        maker.communicate()
+    assert [maker.returncode for maker in makers] == [0] * len(makers)
+    assert sorted(made) == names
 
 
 def test_a_lock_that_is_tried_is_held_or_not(folder: Path) -> None:
