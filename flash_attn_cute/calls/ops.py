@@ -23,7 +23,12 @@ from flash_attn_cute.calls import dispatch, flat_call, flops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
 from flash_attn_cute.calls.flat_call import BIAS, NUM_ALL_TENSORS, NUM_ANY, NUM_RESULTS, NUMBERS, SINK, TENSORS
 from flash_attn_cute.calls.prepared_call import Plan
-from flash_attn_cute.calls.torch_modes import is_below_autograd, is_transformed, needs_dispatcher
+from flash_attn_cute.calls.torch_modes import (
+    is_below_autograd,
+    is_transformed,
+    needs_dispatcher,
+    without_default_device,
+)
 from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, Results
 
@@ -305,7 +310,8 @@ class FlashAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or needs_dispatcher((*saved, dout, dlse)):
             grads = _call_backward(*call[2:], *flat_call.flatten(inputs, plan))
         else:
-            grads = _run_backward(call, plan.backend)
+            with without_default_device():
+                grads = _run_backward(call, plan.backend)
         dq, dk, dv, dbias, dsink = grads
         return dq, dk, dv, dsink, dbias, None
 

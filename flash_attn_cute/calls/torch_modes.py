@@ -10,11 +10,14 @@ from torch._C import (
     _dispatch_keys,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_include_set,
+    _get_function_stack_at,
     _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
+    _len_torch_function_stack,
 )
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 from flash_attn_cute.calls.attention_call import AttentionCall
 
@@ -22,6 +25,10 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 is_any_autocast_enabled = _is_any_autocast_enabled  # for some kind of device: to ask ahead of ``autocast``
+# To ask of calls that need no dispatcher: a mode that makes each attribute of a tensor take a microsecond. Nothing here
+# needs it, as all tensors are made on devices that are named.
+is_default_device_set = _is_torch_function_mode_enabled
+without_default_device = torch._C.DisableTorchFunction
 
 
 def _key_bits(*keys: DispatchKey) -> int:
@@ -50,7 +57,8 @@ def needs_dispatcher(tensors: tuple[Any, ...]) -> bool:
     No single place in PyTorch knows of all that could, so several are asked:
 
     - Dynamo, which reads this Python code and has to find the operator in it, takes ``is_compiling`` for a constant.
-    - Subclasses and modes with ``__torch_function__``. ``torch.set_default_device`` is such a mode.
+    - Subclasses and modes with ``__torch_function__``. ``torch.set_default_device`` is such a mode, but acts on
+      factories alone.
     - The dispatcher, whose steps are in the dispatch keys of the tensors and of this thread. A mode with
       ``__torch_dispatch__`` (fake tensors, make_fx, export, selective checkpointing, FLOP counters), a transform of
       torch.func, functionalization and torch.jit.trace each put a key into the thread. Lazily negated tensors,
@@ -58,7 +66,7 @@ def needs_dispatcher(tensors: tuple[Any, ...]) -> bool:
 
     What is no tensor counts as watched, too: validation comes later.
     """
-    if torch.compiler.is_compiling() or _is_torch_function_mode_enabled():
+    if torch.compiler.is_compiling() or (_is_torch_function_mode_enabled() and not _is_default_device_alone()):
         return True
     keys = _dispatch_tls_local_include_set().raw_repr()
     for x in tensors:
@@ -67,6 +75,10 @@ def needs_dispatcher(tensors: tuple[Any, ...]) -> bool:
                 return True
             keys |= _dispatch_keys(x).raw_repr()
     return keys & ~_PLAIN_KEYS != 0
+
+
+def _is_default_device_alone() -> bool:
+    return _len_torch_function_stack() == 1 and type(_get_function_stack_at(0)) is DeviceContext
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:

@@ -44,7 +44,7 @@ class Pass(NamedTuple):
 
 
 def _imported(place: str) -> Any:
-    """What "module:name" names, of a module below this package. Not before it is needed."""
+    """The object at "module:name" below this package, imported when it is needed."""
     module, name = place.split(":")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 

@@ -100,6 +100,26 @@ def test_plain_calls_go_past_the_operators(
     assert not operators
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_a_default_device_is_no_watcher(packed: bool, operators: list[int], device: str) -> None:
+    """Nothing is made on it, here that which has no numbers; and afterwards it is still the default."""
+    call = random_call([5, 5], packed=packed, device=device)
+    wanted = call.q, call.k, call.v
+    dout = torch.randn_like(call.q)
+    expected = run(call, return_lse=True)
+    expected += torch.autograd.grad(expected[0], wanted, dout)
+    with torch.device("meta"):
+        found = run(call, return_lse=True)
+        assert torch.empty(1).is_meta
+        found += torch.autograd.grad(found[0], wanted, dout)
+        assert torch.empty(1).is_meta
+        with torch.no_grad():
+            run(call)
+    assert not operators
+    for a, b in zip(found, expected, strict=True):
+        assert bitwise_equal(a, b)
+
+
 def traced(function: Callable[..., Any]) -> Any:
     return make_fx(function, tracing_mode="symbolic")(*leaves())
 
@@ -125,12 +145,9 @@ def escaped() -> Tensor:
 
 
 @contextlib.contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("cpu")
-    try:
+def function_mode_on_a_default_device() -> Iterator[None]:
+    with torch.device("cpu"), Functions():
         yield
-    finally:
-        torch.set_default_device(None)
 
 
 WATCHED: dict[str, Callable[[], Any]] = {
@@ -142,7 +159,7 @@ WATCHED: dict[str, Callable[[], Any]] = {
     "dispatch mode": with_mode(Watching),
     "FLOP counter": with_mode(lambda: torch.utils.flop_counter.FlopCounterMode(display=False)),
     "function mode": with_mode(Functions),
-    "default device": with_mode(default_device),
+    "function mode on a default device": with_mode(function_mode_on_a_default_device),
     "subclass": lambda: step(*(x.as_subclass(Subclass) for x in leaves())),
     "vmap": lambda: torch.vmap(attend)(*(torch.randn(2, 1, 5, 2, 8) for _ in range(3))),
     "functionalize": lambda: torch.func.functionalize(attend)(*leaves()),
