@@ -68,8 +68,10 @@ def row_entropy(
         ValueError: as ``flash_attn_func`` does.
     """
     mean_k, lse = _attention(q, k, k, pairs, mask=mask, block_mask=block_mask)
-    products = (q.to(lse.dtype) * mean_k).sum(-1).transpose(-1, -2)
-    return (lse - _scale(q, pairs) * products).where(lse > -math.inf, 0.0)
+    # As products of float16 can be too large for it, and those of bfloat16 cannot.
+    products = q * mean_k if q.dtype == torch.bfloat16 else q.to(lse.dtype) * mean_k
+    means = products.sum(-1, dtype=lse.dtype).transpose(-1, -2)
+    return (lse - _scale(q, pairs) * means).where(lse > -math.inf, 0.0)
 
 
 @torch.no_grad()
@@ -102,11 +104,15 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     hidden = rows == -math.inf
     # A power of two, so that no part of lse is larger than lse.
     factor = math.copysign(2.0 ** math.ceil(-math.log2(abs(scale))), scale)
-    parts = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
-    columns = q.new_tensor([factor] * 3 + [0.0] * 5)
-    longer_q = torch.cat([q.masked_fill(hidden, 0.0), *parts, q.new_zeros(*q.shape[:-1], 5)], -1)
-    longer_k = torch.cat([k, columns.expand(*k.shape[:-1], 8)], -1)
-    longer_k = longer_k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+    d = q.shape[-1]
+    longer_q = q.new_empty(*q.shape[:-1], d + 8)
+    torch.where(hidden, q.new_zeros(()), q, out=longer_q[..., :d])
+    longer_q[..., d : d + 3] = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
+    longer_q[..., d + 3 :] = 0.0
+    longer_k = k.new_empty(*k.shape[:-2], q.shape[-2], d + 8)
+    longer_k.unflatten(-2, (k.shape[-2], -1))[..., :d] = k[..., None, :]
+    longer_k[..., d : d + 3] = factor
+    longer_k[..., d + 3 :] = 0.0
     left, right = pairs.get("window_size", (None, None))
     turned: Pairs = {
         **pairs,
@@ -137,10 +143,10 @@ def _scale(q: Tensor, pairs: Pairs) -> float:
     return float(q.shape[-1] ** -0.5) if given is None else given
 
 
-def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Three numbers of a dtype that sum up to x, each the rounding of what those before it leave."""
+def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Three numbers of a dtype that sum up to x, (..., 1), each the rounding of what those before it leave."""
     parts: list[Tensor] = []
     for _ in range(3):
         parts.append(x.to(dtype))
         x = x - parts[-1]
-    return parts
+    return torch.cat(parts, -1)
