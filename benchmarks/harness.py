@@ -255,12 +255,15 @@ def interleave(
     rounds: int,
     seconds: float,
 ) -> dict[str, list[float]]:
-    """Times of each run, taking turns; after three rounds, one that has used its seconds sits out."""
+    """Times of each run, taking turns; after three rounds, one that has used its seconds sits out.
+
+    Every other round is in the opposite order, so that no run always comes behind the same one.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
-        for name, run in runs.items():
+        for name in list(runs)[:: -1 if index % 2 else 1]:
             if index < _MIN_ROUNDS or sum(times[name]) < seconds:
-                times[name].append(clock(run))
+                times[name].append(clock(runs[name]))
     return times
 
 

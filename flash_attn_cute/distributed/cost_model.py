@@ -7,24 +7,33 @@ and are masked in part.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from flash_attn_cute.distributed import head_trade
 from flash_attn_cute.distributed.checked_call import Shape
-from flash_attn_cute.distributed.packed_calls import Run
-from flash_attn_cute.distributed.rank_layout import Layout, common, side_by_side
+from flash_attn_cute.distributed.packed_calls import Run, parts_of
+from flash_attn_cute.distributed.rank_layout import Layout, common
+from flash_attn_cute.distributed.ring_timeline import Steps
 
+Numbers = TypeVar("Numbers", float, Tensor)
+
+# Constants are those of four H200s of one host, fitted to benchmarks/results/context_parallel-4-cuda-bfloat16.json;
+# NETWORK is supposed.
 # Ranks of one host, which are neighbours in the group.
 HOST = 8
-# Bytes a second that a rank receives from ranks of its host (NVLink), and from others (a 400 Gbit/s adapter a rank).
-LINK, NETWORK = 350e9, 45e9
+# Bytes a second that a rank receives: from several ranks of its host (NVLink), from one of them, and from other hosts
+# (a 400 Gbit/s adapter a rank).
+LINK, NEIGHBOUR, NETWORK = 309e9, 164e9, 45e9
 # Seconds of a round of messages, whatever its size.
-LATENCY = 30e-6
-# Bytes a second from and to memory.
-MEMORY = 3.0e12
-# FLOP a second of either pass, and seconds for each query of a head of d = d_v = 128. Fitted to the lengths of
-# benchmarks/results/lengths-cuda-bfloat16.json.
-ARITHMETIC, ROW = (800e12, 630e12), (0.2e-9, 0.55e-9)
+LATENCY = 19e-6
+# Bytes a second from and to memory: those of the copy in that record, less what shorter ones lose.
+MEMORY = 3.9e12
+# FLOP a second of either pass, and seconds for each query of a head of d = d_v = 128.
+ARITHMETIC, ROW = (748e12, 613e12), (0.30e-9, 1.05e-9)
 # What "auto" lets a method keep, if another one keeps less.
 _MOST_BUFFERS = 8 << 30
 
@@ -71,7 +80,7 @@ def _pairs(layout: Layout, document: int) -> int:
     return layout.bands[document].area(0, length_q, length_k)
 
 
-def _kernels(pairs: float, queries: float, shape: Shape) -> tuple[float, float]:
+def _kernels(pairs: Numbers, queries: Numbers, shape: Shape) -> tuple[Numbers, Numbers]:
     """Seconds of either pass over visible pairs and queries, of all heads: two products forward, five backward."""
     product, size = pairs * shape.nheads * (shape.d + shape.d_v), queries * shape.nheads * (shape.d + shape.d_v) / 256
     return 2.0 * product / ARITHMETIC[0] + ROW[0] * size, 5.0 * product / ARITHMETIC[1] + ROW[1] * size
@@ -91,7 +100,8 @@ def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None
     network = 0 if hosts is None else _length(needed.values()) - _num_rows(common(needed, hosts.keys_of(rank // host)))
     queries = layout.queries.num_rows(rank) - sum(part.q_stop - part.q_start for part in whole.values())
     own = _kernels(sum(_pairs(layout, d) for d in whole), layout.queries.num_rows(rank) - queries, shape)
-    received, key = _Rows(others - network, network), shape.nheads_k * (shape.d + shape.d_v)
+    received = _Rows(others - network, network, min(host, layout.num_ranks) - 1)
+    key = shape.nheads_k * (shape.d + shape.d_v)
     # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
     keys, sums = received.seconds(key * shape.itemsize), received.seconds(key * 4)
     # Half of out is added to; dQ is zeroed, and float32 is added to all of it. If the rank has documents of its own,
@@ -112,34 +122,63 @@ def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None
 
 
 def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
-    size, hops = layout.num_ranks, layout.hops()
-    steps = max(hops)
-    rows = max(layout.queries.num_rows(rank) for rank in range(size))
-    queries = rows * shape.nheads
-    blocks, key = [side_by_side(runs)[1] for runs in layout.travelling()], shape.nheads_k * (shape.d + shape.d_v)
-    passing = max(sum(blocks[r - t] for t in range(1, size) if t <= hops[r - t]) for r in range(size))
-    keys = max(blocks) * key
-    # The block, its sums and the next of either; out of all keys and of a step in float32.
-    buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 8
-    # Queries meet each block in tiles of its own; on average half of either see each other under a causal mask.
-    again = _kernels(0, 0.75 * min(passing, steps * rows), shape)
-    # Once, as with all_gather; out of the first step is a place for the others'.
-    own_keys, once = max(layout.keys.num_rows(rank) for rank in range(size)) * key, queries * shape.d_v * shape.itemsize
-    copied = 2 * own_keys * shape.itemsize, 7 * once + own_keys * (2 * shape.itemsize + 6 * 4)
-    # Out of a step is written in float32, by threads and not by TMA, which is counted twice, and read; out of all keys
-    # is read and written twice. Gradients of a step likewise, once each; their sums are read and written.
-    merged = steps * queries * shape.d_v * (28 - shape.itemsize) / MEMORY
-    added = (steps * queries * shape.d + passing * key) * (16 - shape.itemsize) / MEMORY
-    # Every step takes as long as its slowest link, and hides behind the kernels of a step.
-    link = NETWORK if size > host else LINK
-    hidden = [seconds * steps / size for seconds in computing(layout, shape)]
+    size, steps, key = layout.num_ranks, Steps.of(layout), shape.nheads_k * (shape.d + shape.d_v)
+    rows, own_rows = (max(map(side.num_rows, range(size))) for side in (layout.queries, layout.keys))
+    out, dq, keys = rows * shape.nheads * shape.d_v, rows * shape.nheads * shape.d, own_rows * key
+    # Every step takes as long as its slowest link.
+    link = NETWORK if size > host else NEIGHBOUR
+
+    def message(rows: Tensor, itemsize: int) -> Tensor:
+        return (rows > 0) * LATENCY + rows * key * itemsize / link
+
+    of_keys, of_sums = partial(message, itemsize=shape.itemsize), partial(message, itemsize=4)
+    forward, backward = _kernels(steps.pairs, steps.queries, shape)
     forward, backward = (
-        max(0.0, steps * LATENCY + passing * key * itemsize / link - time)
-        for itemsize, time in zip((shape.itemsize, shape.itemsize + 4), hidden, strict=True)
+        forward + _merged(layout, steps, shape) / MEMORY,
+        backward + _added(layout, steps, shape) / MEMORY,
     )
-    received = passing * key * (2 * shape.itemsize + 4)
-    forward, backward = forward + again[0] + copied[0] / MEMORY, backward + again[1] + copied[1] / MEMORY
-    return Estimate(received, buffers, forward + merged, backward + added)
+    # K and V are laid side by side at the start, and results are rounded at the end. Sums begin as zeros; those that
+    # travel are copied before, and when they come home.
+    block, begin = steps.coming.max().item() * key, 2 * keys * shape.itemsize
+    copied = begin + out * (4 + shape.itemsize), begin + (dq + keys) * (4 + 4 + shape.itemsize) + 4 * 4 * block
+    ends = steps.finished(forward, of_keys, None), steps.finished(backward, of_keys, of_sums)
+    waiting = (
+        max(0.0, end + nbytes / MEMORY - mean)
+        for end, nbytes, mean in zip(ends, copied, computing(layout, shape), strict=True)
+    )
+    received = steps.coming.sum(1).max().item() * key * (2 * shape.itemsize + 4)
+    # The block, its sums and the next of either; out of all keys and of a step in float32.
+    buffers = 3 * block * (shape.itemsize + 4) + max(out, dq) * 8
+    return Estimate(received, buffers, *waiting)
+
+
+def _merged(layout: Layout, steps: Steps, shape: Shape) -> Tensor:
+    """Bytes from and to memory by which out of each rank's steps is merged."""
+    ranks, elements = range(layout.num_ranks), steps.queries * shape.nheads * shape.d_v
+    # Out of a step is written in float32 by threads and not by TMA, which is counted twice, and read; out of all keys
+    # is read and written twice.
+    found = elements * (28 - shape.itemsize)
+    # Out of the rank's own keys is what others are merged with, if one call gives it, or else zeros are.
+    has_zeros = torch.tensor([_takes_calls(layout, rank) for rank in ranks], device="cpu")
+    found[:, 0] = torch.where(has_zeros, found[:, 0] + 4 * elements[:, 0], elements[:, 0] * (4 - shape.itemsize))
+    return found
+
+
+def _added(layout: Layout, steps: Steps, shape: Shape) -> Tensor:
+    """Bytes from and to memory by which dQ, dK and dV of each rank's steps are added."""
+    keys = steps.coming.roll(1, 1)  # those of a step have come in the one before
+    keys[:, 0] = torch.tensor([layout.keys.num_rows(rank) for rank in range(layout.num_ranks)], device="cpu")
+    elements = steps.queries * shape.nheads * shape.d + (steps.pairs > 0) * keys * shape.nheads_k * (
+        shape.d + shape.d_v
+    )
+    # Those of a step are written and read in float32; those of all are read and written.
+    return elements * (16 - shape.itemsize)
+
+
+def _takes_calls(layout: Layout, rank: int) -> bool:
+    """Whether a rank's queries attend to its own keys by several calls, as these have one window each."""
+    parts = parts_of(layout.queries_of(rank), layout.keys_of(rank), layout.bands)
+    return len({part.window for part in parts}) > 1
 
 
 def trading(layout: Layout, shape: Shape, size: int) -> Estimate:
@@ -154,7 +193,7 @@ def trading(layout: Layout, shape: Shape, size: int) -> Estimate:
         queries * shape.itemsize + keys * (shape.itemsize if size <= shape.nheads_k else max(4, shape.itemsize))
     ) * width
     network = max(0, size - HOST)
-    parts = _Rows(size - 1 - network, network)
+    parts = _Rows(size - 1 - network, network, size - 1 - network)
     seconds = [parts.seconds(sent / size) + 2.0 * LATENCY + 4.0 * sent / MEMORY for sent in (forward, backward)]
     return Estimate((forward + backward) * (size - 1) / size, 3.0 * backward, *seconds)
 
@@ -164,10 +203,14 @@ class _Rows(NamedTuple):
 
     host: int
     network: int
+    num_others: int  # ranks of its host
 
     def seconds(self, size: float) -> float:
         """Seconds of a round of messages of so many bytes a row; both kinds arrive at the same time."""
-        return LATENCY + max(self.host * size / LINK, self.network * size / NETWORK) if any(self) else 0.0
+        if not self.host + self.network:
+            return 0.0
+        link = min(LINK, max(1, self.num_others) * NEIGHBOUR)
+        return LATENCY + max(self.host * size / link, self.network * size / NETWORK)
 
 
 def _num_rows(found: Mapping[int, Sequence[Run]]) -> int:

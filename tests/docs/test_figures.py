@@ -1,15 +1,19 @@
 """Figures in docs/performance.md and the README are those of benchmarks/results, ratios taken round by round."""
 
+import json
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import over_ranks, report
 from benchmarks.harness import CaseReport
-from benchmarks.suites import sparse
+from benchmarks.suites import context_parallel, sparse
+from benchmarks.suites.context_parallel import Sizes
+from flash_attn_cute.distributed.checked_call import METHODS, Shape
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -184,6 +188,59 @@ def test_two_ranks() -> None:
         ratio(case, f"{method}, deterministic", method) for case in cases.values() for method in ("all_gather", "ring")
     ]
     assert f"`deterministic=True` takes {min(slower):.2f} to {max(slower):.2f}\ntimes as long" in page
+
+
+def test_four_ranks() -> None:
+    """The table of four GPUs: mean rates of a GPU, and speeds of both passes together."""
+    means = dict(line.strip().rpartition(": ")[::2] for line in over_ranks.mean_lines(list(FOUR.values()), 4))
+    page = prose("docs/context-parallelism.md")
+    for row, kind in FOUR_ROWS.items():
+        cells = [row]
+        for who in (context_parallel.ONE, *METHODS, context_parallel.PYTORCH):
+            rates = re.findall(r"(?:forward|backward) (\d+)", means.get(f"{kind}: {who}", ""))
+            cells.append(together(rates) or ("not run" if kind.startswith("full") else "not served"))
+        assert f"| {' | '.join(cells)} |" in page
+    (long, short), of = ("causal, 128k", "causal, 8k a rank"), _both_passes
+    ours, peer = of(long, "auto"), of(long, context_parallel.PYTORCH)
+    scaling, over = of(long, context_parallel.ONE) / ours, of(short, context_parallel.PYTORCH) / of(short, "auto")
+    said = f"are {scaling:.2f} times as fast as on one GPU and {peer / ours:.2f} times as fast as PyTorch's; "
+    assert f"{said}at 8k a rank they are {over:.2f} times" in page
+    assert f"times as fast on two, {scaling:.2f} on four |" in prose("README.md")
+
+
+FOUR = record("context_parallel-4-cuda-bfloat16")
+FOUR_ROWS = {
+    "causal documents, 8k tokens a rank": "documents, 8k a rank",
+    "causal documents, 16k a rank": "documents, 16k a rank",
+    "one causal sequence, 128k": "causal",
+    "one causal sequence, 8k a rank": "causal, 8k a rank",
+    "one sequence without a mask, 8k a rank": "full, 8k a rank",
+    "128k, a window of 1024 keys": "window",
+}
+
+
+def _both_passes(row: str, who: str) -> float:
+    return sum(FOUR[f"{row}, {passes}"].times[who].median for passes in context_parallel.PASSES)
+
+
+def test_the_model_of_ranks() -> None:
+    """It is within 15 % of what each method took on four GPUs, and "auto" picks the fastest of both passes."""
+    content = json.loads((ROOT / "benchmarks" / "results" / "context_parallel-4-cuda-bfloat16.json").read_text())
+    given, ranks = content["environment"]["sizes"], content["environment"]["ranks"]
+    shape = Shape(**given.pop("shape"))
+    sizes = Sizes(tuple(given.pop("tokens_per_rank")), **given, shape=shape)
+    methods = [method for method in METHODS if method != "auto"]
+    measured = {name.rpartition(", ")[0] for name in FOUR}
+    for row in sizes.rows(ranks):
+        if row.name not in measured:  # the run ended before
+            continue
+        model = over_ranks.predicted(row, ranks, shape)
+        for method, (which, passes) in product(methods, enumerate(context_parallel.PASSES)):
+            measured_time = FOUR[f"{row.name}, {passes}"].times[method].median
+            assert model[method][which] == pytest.approx(measured_time, rel=0.15), (row.name, passes, method)
+        chosen = next(method for method in methods if model[method] == model["auto"])
+        took = {method: _both_passes(row.name, method) for method in methods}
+        assert took[chosen] == min(took.values()), row.name
 
 
 def test_the_cost_of_determinism() -> None:
