@@ -185,7 +185,8 @@ def flash_attn_func(
             what its visible blocks cost. Its batch is 1 or that of q, its heads are 1, nheads or nheads_k. Causal,
             window, mask and seqused hide more; positions of the block mask are rows, wherever the real ones end. Rows
             of no document are padding, ignored whatever they hold; other rows that it hides have to be finite. In what
-            is compiled or captured it has to be built before (``BlockMask.build``).
+            is compiled or captured it has to be built before (``BlockMask.build``). One of ``from_selection`` is over
+            (seqlen_q, seqlen_k), too, and goes without mask and bias.
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
@@ -345,7 +346,8 @@ def flash_attn_varlen_func(
         bias: float32 or q's dtype, broadcastable to (nheads, total_q, max_seqlen_k), likewise. Entries that
             belong to padding are ignored and have a gradient of zero.
         block_mask: a ``BlockMask`` over (total_q, total_k), rows and not positions within sequences, see
-            ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence.
+            ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence. Blocks of
+            ``from_selection`` are counted from the start of that.
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k

@@ -39,6 +39,7 @@ class Feature(enum.Enum):
     MASK = "mask"
     BIAS = "bias"
     BLOCK_MASK = "block_mask"
+    SELECTION = "key blocks selected per query (BlockMask.from_selection)"
     DETERMINISTIC = "deterministic=True"
     MAX_LOGITS = "return_max_logits=True"
 
@@ -50,7 +51,9 @@ class AttentionInputs(NamedTuple):
     mask and bias broadcast to (batch, nheads, seqlen_q, seqlen_k). Packed (``cu_seqlens`` given): q (total_q,
     nheads, d), k (total_k, nheads_k, d), v (total_k, nheads_k, d_v); mask and bias broadcast to (nheads,
     total_q, max_seqlen_k), keys counted from the start of their own sequence. A block mask is one of (batch, heads,
-    seqlen_q, seqlen_k), or of (1, heads, total_q, total_k).
+    seqlen_q, seqlen_k), or of (1, heads, total_q, total_k). One of key blocks that each query selects is ``selected``
+    instead, (batch, heads, seqlen_q, top) or (1, heads, total_q, top), see ``sparsity.selection.Selection.selected``;
+    batch is 1 where all entries have the same, and heads are 1, nheads_k or nheads.
     """
 
     q: Tensor
@@ -66,6 +69,7 @@ class AttentionInputs(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     block_mask: BlockTables | None = None
+    selected: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -129,7 +133,7 @@ class AttentionSpec(NamedTuple):
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
     blocks of queries in an order that a search has found. A third, ``half_blocks``, says that the block mask is made of
-    blocks of 64.
+    blocks of 64. ``selection_block``: keys of a block that queries select; 0 if they select none.
     """
 
     dtype: torch.dtype
@@ -153,6 +157,7 @@ class AttentionSpec(NamedTuple):
     low_contention: bool = False
     has_m_block_order: bool = False
     half_blocks: bool = False
+    selection_block: int = 0
     wide: bool = False
     max_logits: bool = False
 
@@ -200,6 +205,7 @@ class AttentionSpec(NamedTuple):
             Feature.MASK: self.has_mask,
             Feature.BIAS: self.has_bias,
             Feature.BLOCK_MASK: self.has_block_mask,
+            Feature.SELECTION: self.selection_block > 0,
             Feature.DETERMINISTIC: self.deterministic,
             Feature.MAX_LOGITS: self.max_logits,
         }

@@ -28,7 +28,7 @@ _DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | No
 # tables of a block mask, whose entries and tiles all ranks need.
 _BROADCAST: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("mask", "bias"), (-4, -3)),
-    **dict.fromkeys(("row_spans", "contributors", "order"), (0, 1)),
+    **dict.fromkeys(("row_spans", "contributors", "order", "selected"), (0, 1)),
     **dict.fromkeys(("real_q", "real_k"), (0, None)),
     "column_spans": (1, 2),
     **dict.fromkeys(("row_entries", "tiles", "column_entries"), (None, None)),

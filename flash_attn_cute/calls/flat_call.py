@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
-from flash_attn_cute.calls.prepared_call import Plan, known_of_block_mask
+from flash_attn_cute.calls.prepared_call import KnownOfBlockMask, Plan, known_of_block_mask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 TENSORS = (
@@ -22,7 +22,7 @@ TENSORS = (
     # BlockTables.flat() and RealRows
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, "
     "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order, "
-    "Tensor? real_q, Tensor? real_k"
+    "Tensor? real_q, Tensor? real_k, Tensor? selected"
 )
 # ``flat_options``
 OPTIONS = (
@@ -31,11 +31,13 @@ OPTIONS = (
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
-    + OPTIONS.format(backend="str backend")
+    "SymInt selection_block, " + OPTIONS.format(backend="str backend")
 )
 _NUM_TABLES = NUM_TENSORS + 7  # and with a block mask's rows and columns
-NUM_ALL_TENSORS = _NUM_TABLES + 2  # and with its real rows
+_NUM_REAL = _NUM_TABLES + 2  # and with its real rows
+NUM_ALL_TENSORS = _NUM_REAL + 1  # and with selected blocks
 _NUM_INPUTS = NUM_ALL_TENSORS + 2  # and with both bounds
+_NUM_KNOWN = _NUM_INPUTS + len(KnownOfBlockMask._fields)  # and with what is known about the block mask
 SINK, BIAS = AttentionInputs._fields.index("learnable_sink"), AttentionInputs._fields.index("bias")
 NUM_ANY = 2  # any_scale and any_softcap, which end a flat call
 _MAX_LOGITS = -NUM_ANY - 2  # the last field of ``Options``, ahead of the backend
@@ -44,22 +46,20 @@ NUM_RESULTS = 6  # the fields of ``BackwardCall`` from out on, which come before
 
 def flatten(inputs: AttentionInputs, plan: Plan) -> tuple[Any, ...]:
     """A call as the forward operator takes it."""
-    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
-    tables: tuple[Tensor | None, ...] = (None,) * (NUM_ALL_TENSORS - NUM_TENSORS)
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask, selected = inputs
+    tables: tuple[Tensor | None, ...] = (None,) * (_NUM_REAL - NUM_TENSORS)
     if block_mask is not None:
         tables = *block_mask.flat(), *(block_mask.real or (None, None))
     known = known_of_block_mask(plan.spec)
-    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *known, *flat_options(plan.options, plan.backend)
+    return *tensors, *tables, selected, max_seqlen_q, max_seqlen_k, *known, *flat_options(plan.options, plan.backend)
 
 
 def unflatten(flat: tuple[Any, ...]) -> tuple[AttentionInputs, Plan]:
     """The inverse of ``flatten``."""
     inputs = inputs_of(flat)
-    low_contention, has_m_block_order, half_blocks, *others = flat[_NUM_INPUTS:]
-    options, backend = options_of(others)
-    spec = AttentionSpec.of(inputs, options)._replace(
-        low_contention=low_contention, has_m_block_order=has_m_block_order, half_blocks=half_blocks
-    )
+    known = KnownOfBlockMask._make(flat[_NUM_INPUTS:_NUM_KNOWN])
+    options, backend = options_of(flat[_NUM_KNOWN:])
+    spec = AttentionSpec.of(inputs, options)._replace(**known._asdict())
     assert backend is not None
     return inputs, Plan(options, spec, backend, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 
@@ -74,8 +74,9 @@ def unflatten_backward(flat: tuple[Any, ...]) -> tuple[BackwardCall, str]:
 
 def inputs_of(flat: tuple[Any, ...]) -> AttentionInputs:
     """The tensors and bounds of a flat call."""
-    tables = BlockTables.of_flat(flat[NUM_TENSORS:_NUM_TABLES], flat[_NUM_TABLES:NUM_ALL_TENSORS])
-    inputs = AttentionInputs._make((*flat[:NUM_TENSORS], *flat[NUM_ALL_TENSORS:_NUM_INPUTS], tables))
+    tables = BlockTables.of_flat(flat[NUM_TENSORS:_NUM_TABLES], flat[_NUM_TABLES:_NUM_REAL])
+    bounds, selected = flat[NUM_ALL_TENSORS:_NUM_INPUTS], flat[_NUM_REAL]
+    inputs = AttentionInputs._make((*flat[:NUM_TENSORS], *bounds, tables, selected))
     if inputs.packed:
         return inputs
     # torch.jit.trace makes constants of numbers, and its programs serve other lengths.

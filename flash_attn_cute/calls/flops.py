@@ -1,6 +1,7 @@
 """FLOP of attention: two products of each query with each key that it sees, and five in the backward pass.
 
-That is what kernels compute, but for masks and block masks, which count as if they hid nothing.
+That is what kernels compute, but for masks and block masks, which count as if they hid nothing. Key blocks that each
+query selects count as if all were different and within the window.
 ``torch.utils.flop_counter`` counts hidden keys of PyTorch's own attention, too: twice as many under a causal mask.
 """
 
@@ -31,9 +32,13 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
 
 
 def _pairs(spec: AttentionSpec, inputs: AttentionInputs) -> int:
-    return spec.nheads * sum(
-        visible_pairs(q, k, spec.window_left, spec.window_right) for q, k in zip(*_lengths(inputs), strict=True)
-    )
+    pairs = 0
+    for q, k in zip(*_lengths(inputs), strict=True):
+        visible = visible_pairs(q, k, spec.window_left, spec.window_right)
+        if inputs.selected is not None:
+            visible = min(visible, q * inputs.selected.shape[-1] * spec.selection_block)
+        pairs += visible
+    return spec.nheads * pairs
 
 
 def _lengths(inputs: AttentionInputs) -> tuple[list[int], list[int]]:

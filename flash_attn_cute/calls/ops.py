@@ -253,8 +253,9 @@ def _map(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
     inputs = flat_call.inputs_of(call)
-    unmerged = (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias, inputs.block_mask)
-    if size and all(x is None for x in unmerged) and not flat_call.asks_max_logits(call):
+    unmerged = (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias)
+    has_block_mask = inputs.block_mask is not None or inputs.selected is not None
+    if size and all(x is None for x in unmerged) and not has_block_mask and not flat_call.asks_max_logits(call):
         merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
     else:

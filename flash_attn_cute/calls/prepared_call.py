@@ -17,6 +17,18 @@ _KEPT_AT_MOST = 1024  # lengths may change with every call
 _kept: dict[tuple[Any, ...], "Plan"] = {}
 
 
+class KnownOfBlockMask(NamedTuple):
+    """Facts about a block mask that are not in its tables and that plans depend on, so far as they are known.
+
+    They are fields of ``AttentionSpec``.
+    """
+
+    low_contention: bool
+    has_m_block_order: bool
+    half_blocks: bool
+    selection_block: int
+
+
 class Plan(NamedTuple):
     """All that calls which look alike share; ``backend`` is the name of the one that serves them.
 
@@ -44,14 +56,18 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
         RuntimeError: as ``BlockMask.tables`` does.
     """
     planned = make_plan if watched else cached_plan
-    plan, tables, block_mask = planned(call), None, call.block_mask
-    if block_mask is not None:
+    plan, tables, selected, block_mask = planned(call), None, None, call.block_mask
+    if block_mask is not None and block_mask.selection_block:
+        selected = block_mask.selected()
+        if watched:
+            selected = kept.as_fakes(selected)
+    elif block_mask is not None:
         tables = block_mask.tables(call.q.device, backward=backward)
         if known_of_block_mask(block_mask) != known_of_block_mask(plan.spec):
             plan = planned(call)  # a search has found it just now
         if watched:
             tables = kept.as_fakes(tables)
-    others = *plan.max_seqlens, tables
+    others = *plan.max_seqlens, tables, selected
     return AttentionInputs._make(call[:NUM_TENSORS] + others), plan
 
 
@@ -90,15 +106,10 @@ def spec_of(call: AttentionCall, inputs: AttentionInputs) -> AttentionSpec:
     spec = AttentionSpec.of(inputs, call.options)
     if call.block_mask is None:
         return spec
-    low_contention, has_m_block_order, half_blocks = known_of_block_mask(call.block_mask)
-    return spec._replace(
-        has_block_mask=True,
-        low_contention=low_contention,
-        has_m_block_order=has_m_block_order,
-        half_blocks=half_blocks,
-    )
+    known = known_of_block_mask(call.block_mask)
+    return spec._replace(has_block_mask=not known.selection_block, **known._asdict())
 
 
-def known_of_block_mask(x: BlockMask | AttentionSpec) -> tuple[bool, bool, bool]:
-    """Facts about a block mask that are not in its tables and that plans depend on, so far as they are known."""
-    return x.low_contention, x.has_m_block_order, x.half_blocks
+def known_of_block_mask(x: BlockMask | AttentionSpec) -> KnownOfBlockMask:
+    """Facts about a block mask, or of the spec of a call with one."""
+    return KnownOfBlockMask(x.low_contention, x.has_m_block_order, x.half_blocks, x.selection_block)

@@ -165,6 +165,10 @@ def _check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: to
             f"block_mask: expected an order for each of the {nheads_k} key heads, or one for all, got "
             f"{block_mask.order_sets[1]}; with_order(..., group={nheads // nheads_k}) makes heads of a group share one"
         )
+    if block_mask.selection_block:
+        for name, x in (("mask", inputs.mask), ("bias", inputs.bias)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None beside BlockMask.from_selection, got a tensor")
     if block_mask.device is not None and block_mask.device != device:
         raise ValueError(f"block_mask: expected the device of q, {device}, got {block_mask.device}")
 

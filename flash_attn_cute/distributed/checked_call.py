@@ -156,8 +156,13 @@ def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> No
 
 
 def _check_block_mask(mask: BlockMask) -> None:
-    """Refuses masks that differ by head; the plain functions check its sizes."""
+    """Refuses masks that differ by head, and selections; the plain functions check its sizes."""
     validate.check_type_of_block_mask(mask)
+    if mask.selection_block:
+        raise ValueError(
+            "block_mask: expected one of blocks of queries over ranks, got key blocks selected per query "
+            "(BlockMask.from_selection)"
+        )
     if mask.heads != 1:
         raise ValueError(
             f"block_mask: expected one for all heads, as each rank computes some of them, got one of {mask.heads} heads"

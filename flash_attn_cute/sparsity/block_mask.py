@@ -30,6 +30,7 @@ from flash_attn_cute.sparsity.nodes import (
 )
 from flash_attn_cute.sparsity.plain import Offsets, Plain
 from flash_attn_cute.sparsity.score_blocks import Sizes
+from flash_attn_cute.sparsity.selection import Selection
 from flash_attn_cute.sparsity.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ _UNBUILT_TABLES = (
     "block_mask: expected one that has been built with its tables, which a window or documents need beside seqused, "
     "packed sequences, or (documents) mask and bias: call its build(tables=True) before"
 )
+
+
+_SELECTION = "{}: expected a mask of blocks of queries, got key blocks selected per query (from_selection){}"
 
 
 class _Contention(NamedTuple):
@@ -153,6 +157,11 @@ class BlockMask:
     def half_blocks(self) -> bool:
         """Whether it is made of blocks of 64: Hopper's forward kernel up to d = 128 then takes 64 x 64 scores each."""
         return self._node.half_blocks
+
+    @property
+    def selection_block(self) -> int:
+        """Keys of a block that queries select (``from_selection``); 0 for all other masks."""
+        return self._node.block if isinstance(self._node, Selection) else 0
 
     @property
     def _is_searched(self) -> bool:
@@ -349,6 +358,34 @@ class BlockMask:
         return cls(node, node.sizes.seqlen_q, seqlen_k)
 
     @classmethod
+    def from_selection(cls, indices: Tensor, *, block: int, seqlen_k: int) -> BlockMask:
+        """Key blocks that each query selects, by itself or with the other heads of its group.
+
+        Block i has the keys ``i * block`` to ``(i + 1) * block - 1`` of the query's own sequence, also in packed calls.
+        Causal and windowed calls hide keys of it as of any block: select the query's own block to see its part up to
+        the query. A block that a query selects several times counts once. A query that selects nothing gives out 0 and
+        lse -inf (with a sink: the sink's logit).
+
+        The portable backend serves such masks. They do not combine by ``&`` and ``|``, have no other order than the
+        default and no tables, and calls take neither ``mask`` nor ``bias`` beside them. Neither making nor using one
+        waits for the device, and its data are checked with ``FLASH_ATTN_CUTE_CHECK=1`` alone. The indices are read by
+        the first call, and must not be written to before.
+
+        Args:
+            indices: (batch or 1, heads, seqlen_q, top), or (total_q, heads, top) for packed calls, int32 or int64:
+                numbers of key blocks, in any order. Heads are query heads, key heads, or 1 for all. Negative numbers
+                are no blocks, nor are those behind the last block of the query's sequence.
+            block: keys of a block, at least 1.
+            seqlen_k: keys, or total_k.
+
+        Raises:
+            TypeError: another dtype, or sizes that are no ints.
+            ValueError: a wrong shape or size; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too large.
+        """
+        node = Selection.of(indices, block, seqlen_k)
+        return cls(node, node.indices.shape[2], seqlen_k)
+
+    @classmethod
     def from_function(
         cls,
         mask_mod: MaskMod,
@@ -428,7 +465,8 @@ class BlockMask:
         """The intersection of two masks, in the default order.
 
         Raises:
-            ValueError: other lengths, another device, or batch entries or heads that do not broadcast.
+            ValueError: other lengths, another device, batch entries or heads that do not broadcast, or a mask of
+                ``from_selection``.
         """
         return self._combined(And, "&", other) if isinstance(other, BlockMask) else NotImplemented
 
@@ -441,6 +479,8 @@ class BlockMask:
         return self._combined(Or, "|", other) if isinstance(other, BlockMask) else NotImplemented
 
     def _combined(self, kind: type[And | Or], sign: str, other: BlockMask) -> BlockMask:
+        if self.selection_block or other.selection_block:
+            raise ValueError(_SELECTION.format(sign, ", which causal, window_size and seqused of the call restrict"))
         a, b = self.sizes, other.sizes
         broadcast = all(x == y or 1 in (x, y) for x, y in zip(a[:2], b[:2], strict=True))
         if a[2:] != b[2:] or not broadcast:
@@ -471,9 +511,11 @@ class BlockMask:
 
         Raises:
             TypeError: another type or dtype.
-            ValueError: an unknown name, a wrong shape or group, or a tensor that is no permutation. A tensor is read
-                back from the device for that.
+            ValueError: an unknown name, a wrong shape or group, a mask of ``from_selection``, or a tensor that is no
+                permutation. A tensor is read back from the device for that.
         """
+        if self.selection_block:
+            raise ValueError(_SELECTION.format("order", ", whose tiles have one order"))
         if not mask_arguments.is_int(group):
             raise TypeError(f"group: expected an int, got {group!r}")
         if group < 1 or self.heads % group:
@@ -507,7 +549,9 @@ class BlockMask:
         read: list[Tensor | None] = []
         if self.plain is not None and self.plain.documents is not None and self.offsets is not None:
             read += [self.offsets.cu_seqlens, self.offsets.seqused]
-        if tables or not self._does_without_tables:
+        if self.selection_block:
+            self.selected()
+        elif tables or not self._does_without_tables:
             made = self.tables(where, backward=True)
             read += [made.rows.entries, made.rows.tiles, made.columns and made.columns.entries]
         for x in read:
@@ -579,7 +623,8 @@ class BlockMask:
 
         Raises:
             RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
-            ValueError: a tensor that the mask was made of has been written to.
+            ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``, which
+                has none.
         """
         there = self._tables.get(device)
         if there is None and not backward:
@@ -587,7 +632,19 @@ class BlockMask:
         if isinstance(there, kept.Kept):
             tables: BlockTables = there.get()
             return tables
+        if self.selection_block:
+            raise ValueError(_SELECTION.format("block_mask", ", which has no tables"))
         return (self._traced if self._is_traced(device) else self._made)(device, backward)
+
+    def selected(self) -> Tensor:
+        """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``.
+
+        Raises:
+            ValueError: the indices have been written to.
+        """
+        node = self._node
+        assert isinstance(node, Selection)
+        return node.selected(is_traced=self._is_traced(node.device))
 
     def _is_traced(self, device: torch.device) -> bool:
         """Whether results computed now belong to a program or a graph, and must not be kept."""
@@ -667,7 +724,9 @@ class BlockMask:
 
     def __repr__(self) -> str:
         parts = [_describe(self.sizes)]
-        if not self._rows:
+        if self.selection_block:
+            parts.append(f"blocks of {self.selection_block} keys selected per query")
+        elif not self._rows:
             parts.append("no tables")
         else:
             parts.append(str(self.statistics))

@@ -167,6 +167,9 @@ def block_masks() -> None:
         ordered = mask.with_order("spt", group=2 if shape[1] == 8 else 1)
         assert_sharded(base, {"block_mask": ordered, "softcap": 4.0}, by_heads, {**heads, **by_heads})
         assert_sharded(base, {"block_mask": mask, "causal": True}, by_entries, {**entries, **by_entries})
+        selection = BlockMask.from_selection(torch.randint(-1, 5, (*shape, 6, 3)), block=2, seqlen_k=9)
+        assert_sharded(base, {"block_mask": selection}, by_heads, {**heads, **by_heads})
+        assert_sharded(base, {"block_mask": selection, "causal": True}, by_entries, {**entries, **by_entries})
     for rule in (
         BlockMask.causal(*lengths),
         BlockMask.documents(torch.tensor([0, 0, 1, 1, 1, -1]), torch.arange(9) // 4),

@@ -34,6 +34,7 @@ PAGES = [
             "padding",
             "profiling",
             "quickstart",
+            "selected-blocks",
             "transformers",
         )
     ),

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import flops
 from tests.lib.checks import random_call, run
 
@@ -102,3 +102,11 @@ assert counter.get_total_flops() == {{"forward": 2, "backward": 5}}["{first}"] *
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_selected_blocks() -> None:
+    """Pairs that are gathered count, or those visible without the selection if these are fewer."""
+    q, k = torch.randn(2, 30, HEADS, D), torch.randn(2, 40, HEADS, D)
+    for top, pairs in ((3, 30 * 12), (20, 30 * 40)):
+        mask = BlockMask.from_selection(torch.zeros(1, 1, 30, top, dtype=torch.int32), block=4, seqlen_k=40)
+        assert counted(lambda mask=mask: flash_attn_func(q, k, k, block_mask=mask)) == 2 * HEADS * 2 * pairs * 2 * D

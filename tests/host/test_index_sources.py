@@ -1,4 +1,7 @@
-"""Sources of ``BlockMask.from_indices``: the caller's tensors, of any dtype and with counts or without."""
+"""Sources of masks of selected blocks: the caller's tensors, of any dtype.
+
+``BlockMask.from_indices`` takes them with counts or without, ``BlockMask.from_selection`` without.
+"""
 
 import copy
 import pickle
@@ -14,23 +17,27 @@ from tests.lib.checks import needs_kernels
 from tests.lib.kept_things import ROWS, Sources, inputs
 
 CASES = [
-    pytest.param(dtype, is_counted, id=f"{str(dtype).removeprefix('torch.')}-{'counts' if is_counted else 'all'}")
+    pytest.param(dtype, kind, id=f"{str(dtype).removeprefix('torch.')}-{kind}")
     for dtype in (torch.int32, torch.int64)
-    for is_counted in (False, True)
+    for kind in ("all", "counts", "selection")
 ]
-four_cases = pytest.mark.parametrize(("dtype", "is_counted"), CASES)
+each_case = pytest.mark.parametrize(("dtype", "kind"), CASES)
 
 
-def sources_of(step: int, dtype: torch.dtype, is_counted: bool, device: str = "cpu") -> Sources:
+def sources_of(step: int, dtype: torch.dtype, kind: str, device: str = "cpu") -> Sources:
     """Arguments of ``from_indices``; both tensors differ from step to step."""
     blocks = [[0, 1], [step, (step + 1) % 3], [2, 1]]
     found = {"indices": torch.tensor([[blocks]], dtype=dtype, device=device)}
-    if is_counted:
+    if kind == "selection":  # by each query of a block
+        found["indices"] = found["indices"].repeat_interleave(ROWS // 3, 2)
+    if kind == "counts":
         found["counts"] = torch.tensor([[[1, 1, 1 + step % 2]]], dtype=dtype, device=device)
     return found
 
 
 def mask_of(sources: Sources) -> BlockMask:
+    if sources["indices"].shape[2] == ROWS:
+        return BlockMask.from_selection(sources["indices"], block=ROWS // 3, seqlen_k=ROWS)
     return BlockMask.from_indices(sources["indices"], sources.get("counts"), seqlen_k=ROWS)
 
 
@@ -42,9 +49,9 @@ def call(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_func(q, k, v, block_mask=mask)
 
 
-def attend_all(dtype: torch.dtype, is_counted: bool, device: str = "cpu") -> list[tuple[Sources, Tensor]]:
+def attend_all(dtype: torch.dtype, kind: str, device: str = "cpu") -> list[tuple[Sources, Tensor]]:
     """Sources of three steps, and the output under the mask of each; no two are equal."""
-    steps = [sources_of(step, dtype, is_counted, device) for step in range(3)]
+    steps = [sources_of(step, dtype, kind, device) for step in range(3)]
     outs = [attend(mask_of(sources), device) for sources in steps]
     assert not any(torch.equal(outs[i], outs[i - 1]) for i in range(3))
     return list(zip(steps, outs, strict=True))
@@ -66,21 +73,23 @@ USES: dict[str, Callable[[BlockMask], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-@four_cases
-def test_written_before_use(dtype: torch.dtype, is_counted: bool, use: Callable[[BlockMask], Any]) -> None:
+@each_case
+def test_written_before_use(dtype: torch.dtype, kind: str, use: Callable[[BlockMask], Any]) -> None:
     """The error names the tensor that has been written to."""
-    for name in sources_of(0, dtype, is_counted):
-        sources = sources_of(0, dtype, is_counted)
+    if kind == "selection" and use is USES["joined"]:
+        pytest.skip("selections do not combine")
+    for name in sources_of(0, dtype, kind):
+        sources = sources_of(0, dtype, kind)
         mask = mask_of(sources)
         sources[name].zero_()
         with pytest.raises(ValueError, match=f"^{name}: expected what it was when the BlockMask was made of it"):
             use(mask)
 
 
-@four_cases
-def test_written_after_use(dtype: torch.dtype, is_counted: bool) -> None:
+@each_case
+def test_written_after_use(dtype: torch.dtype, kind: str) -> None:
     """Tables that have been made stay what they are."""
-    sources = sources_of(0, dtype, is_counted)
+    sources = sources_of(0, dtype, kind)
     mask = mask_of(sources)
     before = attend(mask)
     for x in sources.values():
@@ -88,13 +97,11 @@ def test_written_after_use(dtype: torch.dtype, is_counted: bool) -> None:
     assert torch.equal(attend(mask), before)
 
 
-@four_cases
-def test_captured_and_compiled_calls_read_anew(
-    dtype: torch.dtype, is_counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@each_case
+def test_captured_and_compiled_calls_read_anew(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with one mask that was made before, whose sources change between them."""
-    steps = attend_all(dtype, is_counted)
-    buffers = sources_of(0, dtype, is_counted)
+    steps = attend_all(dtype, kind)
+    buffers = sources_of(0, dtype, kind)
     mask = mask_of(buffers)
     x = inputs("cpu", grad=False)
     compiled = torch.compile(call, backend="eager", fullgraph=True)
@@ -114,9 +121,9 @@ class NoOperators(torch.utils._python_dispatch.TorchDispatchMode):
         raise AssertionError(func)
 
 
-@four_cases
-def test_making_a_mask_launches_nothing(dtype: torch.dtype, is_counted: bool) -> None:
-    sources = sources_of(0, dtype, is_counted)
+@each_case
+def test_making_a_mask_launches_nothing(dtype: torch.dtype, kind: str) -> None:
+    sources = sources_of(0, dtype, kind)
     with NoOperators():
         mask_of(sources)
     with pytest.raises(AssertionError), NoOperators():
@@ -124,12 +131,12 @@ def test_making_a_mask_launches_nothing(dtype: torch.dtype, is_counted: bool) ->
 
 
 @needs_kernels
-@four_cases
-def test_graphs_read_indices_anew(dtype: torch.dtype, is_counted: bool) -> None:
+@each_case
+def test_graphs_read_indices_anew(dtype: torch.dtype, kind: str) -> None:
     """Replays read buffers again, of a mask that is made before the capture or in it."""
-    steps = attend_all(dtype, is_counted, "cuda")
+    steps = attend_all(dtype, kind, "cuda")
     x = inputs("cuda", grad=False)
-    buffers = sources_of(0, dtype, is_counted, "cuda")
+    buffers = sources_of(0, dtype, kind, "cuda")
     before = mask_of(buffers)
     for make in (lambda: before, lambda: mask_of(buffers)):
         graph = torch.cuda.CUDAGraph()

@@ -281,8 +281,9 @@ def forked(thing: Thing, device: str) -> None:
         made.build(device, tables=True)
     new, _ = thing.on(device)
     if device == "cpu" and isinstance(new, BlockMask):
-        unfinished = kept._Unfinished(new._rows, torch.device("cpu"))
-        new._rows[torch.device("cpu")] = unfinished
+        store: kept.Store = new._node._kept if new.selection_block else new._rows
+        key = "selected" if new.selection_block else torch.device("cpu")
+        store[key] = unfinished = kept._Unfinished(store, key)
         kept._unfinished.add(unfinished)
     child = os.fork()
     if not child:
@@ -296,7 +297,7 @@ def forked(thing: Thing, device: str) -> None:
             else:
                 if isinstance(made, BlockMask):
                     with pytest.raises(RuntimeError, match=r"before it was forked"):
-                        made.tables(torch.device(device, 0), backward=True)
+                        made.selected() if made.selection_block else made.tables(torch.device(device, 0), backward=True)
                 del made, new
                 gc.collect()
             status = 0
@@ -399,7 +400,7 @@ def captured_on_another_gpu(thing: Thing, device: str) -> None:
         graph, found, _read = _capture(thing, made, "cuda:1", current=0)
         check(thing, found, "cuda:1")
         del graph
-        if thing.name in MASKS - {"indices"}:
+        if thing.name in MASKS - {"indices", "selection"}:
             stream = torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
             is_refused = pytest.raises(RuntimeError, match="expected one that has been built")

@@ -133,6 +133,15 @@ DENSE: Cases = [
         ValueError,
         "block_mask: expected one over (seqlen_q, seqlen_k) = (6, 8), got one over (6, 6)",
     ),
+    *(
+        (
+            {"block_mask": BlockMask.from_selection(torch.zeros(1, 1, 6, 2, dtype=torch.int32), block=4, seqlen_k=8)}
+            | {name: x},
+            ValueError,
+            f"{name}: expected None beside BlockMask.from_selection, got a tensor",
+        )
+        for name, x in (("mask", torch.ones(8, dtype=torch.bool)), ("bias", torch.zeros(8)))
+    ),
     ({"block_mask": shown(3, 1, 6, 8)}, ValueError, "block_mask: expected a batch of 1 or 2, got 3"),
     ({"block_mask": shown(1, 3, 6, 8)}, ValueError, "expected 1, nheads = 4 or nheads_k = 2 heads, got 3"),
     (

@@ -100,6 +100,12 @@ THINGS = [
         lambda indices, counts: BlockMask.from_indices(indices, counts, seqlen_k=ROWS),
         "refused",
     ),
+    Thing(
+        "selection",
+        lambda: {"indices": (torch.arange(2 * ROWS, device="cpu") * 7 % 5 - 1).view(1, 1, ROWS, 2)},
+        lambda indices: BlockMask.from_selection(indices, block=100, seqlen_k=ROWS),
+        "refused",
+    ),
     Thing("function", lambda: {"places": torch.arange(ROWS, device="cpu") * 7 % 64}, looked_up, "refused"),
     Thing("flex", lambda: {"places": torch.full((3,), 2, dtype=torch.int32, device="cpu")}, from_flex),
     Thing("auto", visible, lambda visible: BlockMask.from_blocks(visible).with_order("auto"), "refused"),

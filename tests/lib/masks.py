@@ -278,3 +278,35 @@ def with_block_mask(call: Call, draw: random.Random, kind: str | None = None, *,
         made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
         if made.shown.float().mean() >= least:
             return replace(call, block_mask=made.mask, shown=made.shown)
+
+
+def with_selection(call: Call, indices: Tensor, block: int) -> Call:
+    """A call whose queries select key blocks.
+
+    Args:
+        call: without a block mask.
+        indices: see ``BlockMask.from_selection``.
+        block: keys of a block.
+    """
+    mask = BlockMask.from_selection(indices, block=block, seqlen_k=call.k.shape[-3])
+    by_head = indices.transpose(0, 1)[None] if indices.ndim == 3 else indices
+    shown = torch.zeros(*by_head.shape[:3], call.k.shape[-3], dtype=torch.bool, device=indices.device)
+    for b, rows_q, rows_k in call.sequences():
+        entry = 0 if b is None or len(shown) == 1 else b
+        length = rows_k.stop - rows_k.start
+        of_key = torch.arange(length, device=indices.device) // block
+        # Entries that share indices have other lengths, and see less of the longest one's.
+        shown[entry, :, rows_q, rows_k] |= (by_head[entry, :, rows_q, :, None] == of_key).any(2)
+    return replace(call, block_mask=mask, shown=shown)
+
+
+def random_selection(call: Call, rng: random.Random, block: int, top: int) -> Call:
+    """A call whose queries select some blocks: several times, in any order, beyond the keys, or nothing."""
+    packed = call.cu_seqlens_q is not None
+    (rows, nheads), (keys, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+    heads, generator = rng.choice([1, nheads_k, nheads]), torch.Generator().manual_seed(rng.getrandbits(32))
+    shape = (rows, heads, top) if packed else (rng.choice([1, len(call.q)]), heads, rows, top)
+    indices = torch.randint(-1, -(-keys // block) + 1, shape, generator=generator)
+    nothing = torch.rand(shape[:-1], generator=generator) < 0.1
+    indices = indices.masked_fill(nothing[..., None], -rng.choice([1, 2**31])).to(call.q.device)
+    return with_selection(call, indices if rng.random() < 0.5 else indices.clamp(-(2**31)).int(), block)

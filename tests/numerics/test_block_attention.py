@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends.portable import blockwise
+from flash_attn_cute.backends.portable import blockwise, products
 from tests.lib.checks import assert_matches_oracle, bitwise_equal, random_call, run
 from tests.lib.masks import KINDS, Made, listed, positions, random_mask, spread
 from tests.lib.oracle import Call
@@ -171,13 +171,13 @@ def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
 def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work is that of the visible blocks, forward and backward, wherever they are."""
     sizes = []
-    original = blockwise._product
+    original = products.product
 
     def spy(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         sizes.append(a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2])
         return original(a, b, scale)
 
-    monkeypatch.setattr(blockwise, "_product", spy)
+    monkeypatch.setattr("flash_attn_cute.backends.portable.blockwise.product", spy)
 
     def work(mask: BlockMask | None) -> int:
         sizes.clear()

@@ -18,13 +18,17 @@ def peak():
 SCRIPT = (
     PEAK
     + """
-from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_varlen_func
 
-def step(total, queries=None, nheads=1, **options):
+def step(total, queries=None, nheads=1, selection=None, **options):
     queries = queries or total
     q = torch.randn(queries, nheads, 64, requires_grad=True)
     k, v = (torch.randn(total, 1, 64, requires_grad=True) for _ in range(2))
     cu_q, cu_k = (torch.tensor([0, rows], dtype=torch.int32) for rows in (queries, total))
+    if selection:
+        block, top = selection
+        indices = torch.randint(0, -(-total // block), (queries, 1, top), dtype=torch.int32)
+        options["block_mask"] = BlockMask.from_selection(indices, block=block, seqlen_k=total)
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, queries, total, **options).sum().backward()
     return q.grad
 
@@ -78,9 +82,10 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
         pytest.param(16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9, marks=pytest.mark.slow),
         # Every key for every query; the scores alone would be 0.27e9.
         pytest.param(8_192, {"softcap": 20.0}, 0.13e9, marks=pytest.mark.slow),
+        (16_384, {"selection": (64, 4)}, 0.15e9),  # a mask of all pairs would be 0.27e9 in bool
         (32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9),  # the scores alone would be 0.27e9
     ],
-    ids=["fused", "window", "softcap", "multi-query"],
+    ids=["fused", "window", "softcap", "selection", "multi-query"],
 )
 def test_linear_memory(total: int, options: dict[str, object], limit: float, tmp_path: Path) -> None:
     assert 0 < grown(tmp_path, SCRIPT, str(total), repr(options)) < limit

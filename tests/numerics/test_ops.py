@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
-from tests.lib.checks import GRADS, bitwise_equal, offsets, random_call, run
+from tests.lib.checks import GRADS, bitwise_equal, offsets, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -30,14 +30,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | None) -> tuple[Any, ...]:
+def op_arguments(
+    call: Call, any_scale: Tensor | None, any_softcap: Tensor | None, selected: Tensor | None = None
+) -> tuple[Any, ...]:
     left, right = call.window_size
     longest = max(call.q.shape[-3], call.k.shape[-3])
     tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9)
+    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9, selected)
     right = 0 if call.causal else right
     max_logits = any_scale is not None
-    known = (False,) * 3  # of a block mask
+    known = (False, False, False, 0 if selected is None else 4)  # of a block mask
     numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, True, True, max_logits)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
@@ -48,7 +50,17 @@ def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | Non
 def test_opcheck(number: Tensor | None, options: dict[str, Any], packed: bool, device: str) -> None:
     """Schema, fakes, autograd registration and tracing with dynamic shapes, of both operators."""
     call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, **options)
-    arguments = op_arguments(call, number, number)
+    check_operators(call, op_arguments(call, number, number))
+
+
+@packed_or_dense
+def test_opcheck_of_selected_blocks(packed: bool, device: str) -> None:
+    call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, causal=True)
+    blocks = torch.rand(*((1, 2, 15) if packed else (2, 2, 9)), 4).argsort(-1)[..., :2].sort(-1).values
+    check_operators(call, op_arguments(call, None, None, blocks.int().to(device)))
+
+
+def check_operators(call: Call, arguments: tuple[Any, ...]) -> None:
     with torch.no_grad():
         for x in (call.q, call.k, call.v):
             x.nan_to_num_(0, 0, 0)

@@ -25,6 +25,7 @@ from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, flat_call, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
 from tests.lib.checks import GRADS, bitwise_equal, random_call, run
 
@@ -362,11 +363,11 @@ def test_profiles_name_the_call() -> None:
 def test_call_fields() -> None:
     """The order in which a call is flattened is the order of the fields, on which both ways rely."""
     names = [argument.name for argument in torch.ops.flash_attn_cute.forward.default._schema.arguments]
-    *tensors, max_seqlen_q, max_seqlen_k, block_mask = AttentionInputs._fields
-    assert block_mask == "block_mask"
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask, selected = AttentionInputs._fields
+    assert (block_mask, selected) == ("block_mask", "selected")
     assert tuple(tensors) == AttentionCall._fields[:NUM_TENSORS]
     tables = names[len(tensors) : len(tensors) + 9]
-    numbers = (max_seqlen_q, max_seqlen_k, "low_contention", "has_m_block_order", "half_blocks", *Options._fields)
-    assert tuple(names) == (*tensors, *tables, *numbers, "backend", "any_scale", "any_softcap")
+    numbers = (max_seqlen_q, max_seqlen_k, *KnownOfBlockMask._fields, *Options._fields)
+    assert tuple(names) == (*tensors, *tables, selected, *numbers, "backend", "any_scale", "any_softcap")
     names = [argument.name for argument in torch.ops.flash_attn_cute.backward.default._schema.arguments]
     assert tuple(names[: flat_call.NUM_RESULTS]) == BackwardCall._fields[2:]

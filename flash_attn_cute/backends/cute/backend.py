@@ -67,7 +67,7 @@ class CuteBackend:
         """
         self.architecture = architecture
         self.name = architecture.name
-        self.features = frozenset(Feature)
+        self.features = frozenset(Feature) - {Feature.SELECTION}
         self.is_supposed = is_supposed
         self._kernel_of = kernel_of
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.

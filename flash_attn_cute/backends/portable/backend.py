@@ -1,13 +1,13 @@
-"""The portable backend: the host takes sequences run by run, and hands each to the fused or the blockwise path."""
+"""The portable backend: the host takes sequences run by run, each to the fused, the blockwise or the selected path."""
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.packing import without_padding, without_padding_of_queries
-from flash_attn_cute.backends.portable import blockwise, fused
+from flash_attn_cute.backends.portable import blockwise, fused, selected
 from flash_attn_cute.backends.portable.listed import Lists
-from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
+from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores, view_selected
 from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
@@ -98,7 +98,7 @@ def _forward(spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, 
         if fused.serves(tile) and results.max_logits is None:
             fused.forward(tile, visible.out, visible.lse)
         else:
-            blockwise.forward(tile, visible)
+            (blockwise if tile.selected is None else selected).forward(tile, visible)
     if inputs.learnable_sink is not None:
         sink = inputs.learnable_sink.to(lse.dtype)[:, None]
         merged = torch.logaddexp(lse, sink)
@@ -125,7 +125,8 @@ def _backward(call: BackwardCall, lists: Lists | None, run: Run, grads: Gradient
         else:
             delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, num_fully_masked:])
             dbias = view_scores(grads.dbias, run, num_fully_masked, spec.packed)
-            blockwise.backward(tile, seen_lse, seen_dout, delta, Gradients(seen_dq, dk, dv, dbias))
+            run_backward = (blockwise if tile.selected is None else selected).backward
+            run_backward(tile, seen_lse, seen_dout, delta, Gradients(seen_dq, dk, dv, dbias))
     if grads.dsink is not None and inputs.learnable_sink is not None:
         weight = (inputs.learnable_sink.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse.isneginf(), 0)
         grads.dsink.sub_((weight * _delta(out, dout, dlse)).sum((0, 2)))
@@ -162,6 +163,7 @@ def _tile(
         mask=view_scores(inputs.mask, run, num_fully_masked, spec.packed),
         bias=view_scores(inputs.bias, run, num_fully_masked, spec.packed),
         lists=lists,
+        selected=view_selected(inputs.selected, run, num_fully_masked, spec.packed),
         band=band,
         spec=spec,
     )

@@ -4,9 +4,6 @@ A block holds the scores of some queries with all the keys they may see, so soft
 The backward pass recomputes a block's probabilities from the saved log-sum-exp, as FlashAttention does (Dao et
 al., arXiv 2205.14135). Blocks run one after the other in a fixed order and add to dK, dV and dBias in it: the
 same inputs give the same bits.
-
-Scores, softmax and every sum are in float32 (float64 for float64 inputs). On a GPU the operands of the products
-stay in half precision, for its matrix units; elsewhere they are widened too.
 """
 
 from collections.abc import Iterator
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.listed import Keys
+from flash_attn_cute.backends.portable.products import attend, capped, operand, probabilities, product, uncap
 from flash_attn_cute.backends.portable.tile import Tile
 from flash_attn_cute.spec import Results
 
@@ -66,7 +64,7 @@ class _Block:
 
     def operand(self, x: Tensor) -> Tensor:
         """The block's part of (n, nheads, rows, d), as a factor (n * heads, group * rows, d)."""
-        return _operand(self.take(x).flatten(2, 3).flatten(0, 1))
+        return operand(self.take(x).flatten(2, 3).flatten(0, 1))
 
     def split(self, x: Tensor) -> Tensor:
         """(n * heads, group * rows, ...) as (n, heads, group, rows, ...); the inverse of flattening."""
@@ -101,13 +99,8 @@ def forward(tile: Tile, results: Results) -> None:
                 block.take(lse).fill_(-torch.inf)
                 continue
             scores, _ = _scores(block, block.operand(tile.q), keep_capped=False, max_logits=max_logits)
-            peak = scores.amax(-1, keepdim=True)
-            # A query that sees no key has a peak of -inf: from 0 instead, its weights come out 0 and not NaN.
-            weights = scores.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
-            total = weights.sum(-1, keepdim=True)
-            block.take(lse).copy_(block.split((peak + total.log()).squeeze(-1)))
-            product = _product(weights.to(heads.v.dtype), heads.v[:, block.keys])
-            block.take(out).copy_(block.split(product.div_(total.masked_fill_(total == 0, 1))))
+            for target, result in zip((out, lse), attend(scores, heads.v[:, block.keys]), strict=True):
+                block.take(target).copy_(block.split(result))
 
 
 def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradients) -> None:
@@ -131,23 +124,20 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
                 continue
             q, do = block.operand(tile.q), block.operand(dout)
             k, v = heads.k[:, block.keys], heads.v[:, block.keys]
-            scores, capped = _scores(block, q, keep_capped=True)
-            row_lse = block.take(lse).flatten(2, 3).flatten(0, 1)[..., None]
+            scores, before = _scores(block, q, keep_capped=True)
             row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
             if tile.mask is not None or tile.bias is not None or block.hidden is not None:
                 # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
                 fully_masked = scores.amax(-1, keepdim=True).isneginf()
                 do, row_delta = do.masked_fill(fully_masked, 0), row_delta.masked_fill(fully_masked, 0)
-            weights = scores.sub_(row_lse.masked_fill(row_lse.isneginf(), torch.inf)).exp_()
-            sum_dv[:, block.keys] += _product(weights.to(q.dtype).mT, do)
-            dscores = _product(do, v.mT).sub_(row_delta).mul_(weights)
+            weights = probabilities(scores, block.take(lse).flatten(2, 3).flatten(0, 1))
+            sum_dv[:, block.keys] += product(weights.to(q.dtype).mT, do)
+            dscores = product(do, v.mT).sub_(row_delta).mul_(weights)
             if dbias is not None:
                 block.add_scores(dbias, block.split(dscores))
-            if capped is not None:
-                dscores.mul_(1 - (capped / softcap).square_())
-            factor = dscores.to(q.dtype)
-            block.take(dq).copy_(block.split(_product(factor, k, scale)))
-            sum_dk[:, block.keys] += _product(factor.mT, q, scale)
+            factor = uncap(dscores, before, softcap).to(q.dtype)
+            block.take(dq).copy_(block.split(product(factor, k, scale)))
+            sum_dk[:, block.keys] += product(factor.mT, q, scale)
         for grad, total in ((dk, sum_dk), (dv, sum_dv)):
             target = grad[heads.batch, heads.heads]
             target.copy_(total.unflatten(0, target.shape[:2]))
@@ -162,21 +152,21 @@ def _scores(
     without a softcap. ``max_logits`` (nheads,), if given, is raised to the largest visible scaled products.
     """
     tile = block.heads.tile
-    scores = _product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
+    scores = product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
     if max_logits is not None:
         logits = scores.clone()
         _hide(block, block.split(logits))
         tops = max_logits.unflatten(0, (-1, tile.group))[block.heads.heads]
         torch.maximum(tops, block.split(logits).amax((0, 3, 4)), out=tops)
-    capped = None
+    before = None
     if tile.spec.softcap:
-        scores = scores.div_(tile.spec.softcap).tanh_().mul_(tile.spec.softcap)
-        capped = scores.clone() if keep_capped else None
+        scores = capped(scores, tile.spec.softcap)
+        before = scores.clone() if keep_capped else None
     parts = block.split(scores)
     if tile.bias is not None:
         parts += block.take_scores(tile.bias)
     _hide(block, parts)
-    return scores, capped
+    return scores, before
 
 
 def _hide(block: _Block, parts: Tensor) -> None:
@@ -219,7 +209,7 @@ def _split_heads(tile: Tile) -> Iterator[_Heads]:
     for b in range(0, n, step_n):
         for h in range(0, nheads_k, step_h):
             batch, heads = slice(b, min(b + step_n, n)), slice(h, min(h + step_h, nheads_k))
-            k, v = (_operand(x[batch, heads].flatten(0, 1)) for x in (tile.k, tile.v))
+            k, v = (operand(x[batch, heads].flatten(0, 1)) for x in (tile.k, tile.v))
             yield _Heads(tile, batch, heads, k, v)
 
 
@@ -264,15 +254,3 @@ def _room(tile: Tile) -> int:
 
 def _block_size(tile: Tile) -> BlockSize:
     return _BLOCK_SIZES.get(tile.q.device.type, _BLOCK_SIZES["cpu"])
-
-
-def _operand(x: Tensor) -> Tensor:
-    """X in the dtype in which it enters products."""
-    return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """Batched scale * a @ b, summed and returned in float32 or wider."""
-    if a.dtype in (torch.float16, torch.bfloat16):
-        return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
-    return torch.bmm(a if scale == 1.0 else a * scale, b)

@@ -24,7 +24,9 @@ def serves(tile: Tile) -> bool:
     spec, band = tile.spec, tile.band
     if spec.wide and spec.dtype not in (torch.float32, torch.float64):  # it rounds
         return False
-    if spec.softcap or spec.has_mask or spec.has_bias or spec.has_block_mask or spec.head_dim != spec.head_dim_v:
+    if spec.softcap or spec.has_mask or spec.has_bias or spec.has_block_mask or spec.selection_block:
+        return False
+    if spec.head_dim != spec.head_dim_v:
         return False
     if band.lower is not None or band.upper not in (None, 0) or spec.softmax_scale <= 0:
         return False

@@ -43,7 +43,7 @@ class Band(NamedTuple):
 class Tile:
     """The inputs of one run: views (n, nheads or nheads_k, rows, d), mask and bias as ``view_scores`` gives them.
 
-    Queries that see no key at all stand before the tile's first row.
+    ``selected`` is as ``view_selected`` gives it. Queries that see no key at all stand before the tile's first row.
     """
 
     q: Tensor
@@ -52,6 +52,7 @@ class Tile:
     mask: Tensor | None
     bias: Tensor | None
     lists: Lists | None
+    selected: Tensor | None
     band: Band
     spec: AttentionSpec
 
@@ -95,3 +96,15 @@ def view_scores(x: Tensor | None, run: Run, skip: int, packed: bool) -> Tensor |
     if x.shape[2] != 1:
         x = x[:, :, skip:length]
     return x if x.shape[3] == 1 else x[..., : run.k.length]
+
+
+def view_selected(x: Tensor | None, run: Run, skip: int, packed: bool) -> Tensor | None:
+    """A run of selected blocks as (n or 1, heads, rows, top), without ``skip`` rows."""
+    if x is None:
+        return None
+    start, length = run.q
+    if packed:
+        x = x[0, :, start : start + run.n * length].unflatten(1, (run.n, length)).transpose(0, 1)
+    elif len(x) != 1:
+        x = x[run.first : run.first + run.n]
+    return x[:, :, skip:length]

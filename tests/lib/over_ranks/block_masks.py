@@ -80,6 +80,7 @@ def block_masks() -> None:
     q, k, v = (sharding.shard(x.detach(), rank) for x in (leaves.q, leaves.k, leaves.v))
     later = Sharding.contiguous([5, total], num_ranks)
     heads = BlockMask.from_dense(torch.ones(1, 8, total, total, dtype=torch.bool))
+    chosen = BlockMask.from_selection(torch.zeros(total, 1, 2, dtype=torch.int32), block=64, seqlen_k=total)
     refused: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         (
             (q, k, v, sharding),
@@ -92,6 +93,12 @@ def block_masks() -> None:
             {"block_mask": heads},
             ValueError,
             "block_mask: expected one for all heads, .* of 8 heads",
+        ),
+        (
+            (q, k, v, sharding),
+            {"block_mask": chosen},
+            ValueError,
+            "block_mask: expected one of blocks of queries over ranks, got key blocks selected per query",
         ),
         ((q, k, v, sharding), {"block_mask": rows}, TypeError, "block_mask: expected a flash_attn_cute.BlockMask"),
         ((q, k, v, sharding), {"block_mask": BlockMask.causal(9, 9)}, ValueError, "block_mask: expected one over"),

@@ -1,0 +1,105 @@
+"""Key blocks that each query selects: a mask without tables of 128 x 128 blocks.
+
+Models with trained sparsity select them in every step and layer, for each query and key head: NSA (arXiv 2502.11089),
+MoBA (arXiv 2502.13189), MSA (arXiv 2606.13392). Blocks of 128 queries would see nearly all keys between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute import kept, settings
+from flash_attn_cute.sparsity import mask_arguments
+from flash_attn_cute.sparsity.nodes import Node
+
+
+@dataclass(eq=False, repr=False)
+class Selection(Node):
+    """Key blocks that each query attends to.
+
+    Attributes:
+        indices: the caller's tensor, (batch, heads, seqlen_q, top), int32 or int64; below 0 is none. A view of it if
+            that is (total_q, heads, top).
+        block: keys of a block.
+        seqlen_k: keys.
+    """
+
+    indices: Tensor
+    block: int
+    seqlen_k: int
+
+    @classmethod
+    def of(cls, indices: Tensor, block: Any, seqlen_k: int) -> Selection:
+        """Checks the arguments of ``BlockMask.from_selection`` and makes a node of them."""
+        shape = "(batch, heads, seqlen_q, top) or (total_q, heads, top)"
+        mask_arguments.check_integers("indices", indices, (3, 4), shape)
+        if not mask_arguments.is_int(block):
+            raise TypeError(f"block: expected an int, got {block!r}")
+        if block < 1:
+            raise ValueError(f"block: expected at least 1, got {block}")
+        if indices.ndim == 3:
+            indices = indices.transpose(0, 1)[None]
+        mask_arguments.check_lengths(indices.shape[2], seqlen_k)
+        node = cls(indices, block, seqlen_k)
+        if not torch.compiler.is_compiling() and settings.check_data() and (indices >= node.num_blocks).any():
+            raise ValueError(f"indices: expected numbers below {node.num_blocks}, got {int(indices.max())}")
+        return node
+
+    @property
+    def batch(self) -> int:
+        """Batch entries of the indices."""
+        return self.indices.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Heads of the indices."""
+        return self.indices.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the indices."""
+        return self.indices.device
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of key blocks."""
+        return -(-self.seqlen_k // self.block)
+
+    def selected(self, *, is_traced: bool) -> Tensor:
+        """Selected blocks as backends read them; nothing waits for the device.
+
+        Args:
+            is_traced: whether what is computed now belongs to a program or a graph, which reads the indices whenever
+                it runs. Else the result is made once, and kept.
+
+        Returns:
+            (batch, heads, seqlen_q, top), int32: numbers of blocks that ascend and differ, and ``num_blocks`` for none
+            behind them.
+
+        Raises:
+            ValueError: the indices have been written to.
+        """
+        there: kept.Kept[Tensor] | None = kept.found(self._kept, "selected")
+        if there is not None:
+            return there.get()
+        if is_traced:
+            self.use(checked=False)
+            return self._find()
+        return kept.made(self._kept, "selected", self.device, self._find_unwritten)
+
+    def _find_unwritten(self) -> Tensor:
+        self.use()
+        return self._find()
+
+    def _find(self) -> Tensor:
+        none = self.num_blocks
+        found = self.indices.clamp(-1, none).int()
+        if not found.shape[-1]:
+            return found.new_full((*found.shape[:-1], 1), none)
+        found = found.masked_fill(found < 0, none).sort(-1).values
+        found[..., 1:].masked_fill_(found.diff() == 0, none)
+        return found.sort(-1).values

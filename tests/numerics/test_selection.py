@@ -1,0 +1,317 @@
+"""Calls in which each query selects key blocks (``BlockMask.from_selection``): against the oracle, and what is told."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.portable import selected
+from tests.lib import checks
+from tests.lib.checks import (
+    assert_matches_oracle,
+    assert_rows_reach_nothing,
+    bitwise_equal,
+    offsets,
+    packed_or_dense,
+    padded_results,
+    random_call,
+    run,
+)
+from tests.lib.masks import random_selection, with_selection
+from tests.lib.oracle import Call
+
+LENGTHS = (0, 1, 15, 63, 64, 65, 128, 129, 200)
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    nheads_k, group = rng.randint(1, 2), rng.randint(1, 3)
+    return {
+        "nheads": nheads_k * group,
+        "nheads_k": nheads_k,
+        "head_dim": rng.choice([1, 8, 24]),
+        "head_dim_v": rng.choice([None, 16]),
+        "dtype": rng.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+        "causal": rng.random() < 0.5,
+        "window_size": (rng.choice([None, None, 0, 90]), rng.choice([None, None, 3, 150])),
+        "softcap": rng.choice([0.0, 0.0, 2.0]),
+        "sink": rng.random() < 0.3,
+        "seqused": rng.random() < 0.4,
+        "packed": rng.random() < 0.5,
+    }
+
+
+def drawn(rng: random.Random) -> Call:
+    options = random_options(rng)
+    batch = rng.randint(1, 3)
+    if options["packed"] or options["seqused"]:
+        lengths_q, lengths_k = ([rng.choice(LENGTHS) for _ in range(batch)] for _ in range(2))
+    else:
+        lengths_q, lengths_k = [rng.choice(LENGTHS)] * batch, [rng.choice(LENGTHS)] * batch
+    call = random_call(lengths_q, lengths_k, **options)
+    return random_selection(call, rng, rng.choice([1, 3, 16, 64, 64, 100, 128]), rng.choice([0, 1, 2, 5]))
+
+
+def check(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    assert_matches_oracle(drawn(rng), through_lse=rng.random() < 0.5, return_max_logits=rng.random() < 0.3)
+
+
+def test_random_selections(fuzz_seconds: float) -> None:
+    first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
+    while time.monotonic() < start + 2 * fuzz_seconds or cases < 10:  # a busy machine may be slow
+        try:
+            check(first + cases)
+        except Exception as error:
+            raise AssertionError(f"check({first + cases}) fails after {cases} others: {error}") from error
+        cases += 1
+
+
+@packed_or_dense
+@pytest.mark.parametrize("elements", [1, 40_000])
+def test_parts_of_queries(packed: bool, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query at a time, or some: as good as all at once."""
+    monkeypatch.setitem(selected._ELEMENTS, "cpu", elements)
+    call = random_call([70, 70], [130, 130], nheads=4, nheads_k=2, packed=packed, causal=True)
+    assert_matches_oracle(random_selection(call, random.Random(elements), 16, 3), through_lse=True)
+
+
+@packed_or_dense
+def test_rows_that_reach_nothing(packed: bool) -> None:
+    """Keys of blocks that no query selects, or none whose window shows them; and queries that select nothing else."""
+    call = random_call([150, 150], nheads=4, nheads_k=2, packed=packed, causal=True, window_size=(40, None))
+    indices = torch.randint(0, 3, (2, 2, 150, 4))
+    indices[:, :, 30] = -1  # selects nothing, and the next one what the window hides
+    indices[:, :, 31] = torch.tensor([4, -1, 9, 4])
+    indices[:, :, 120:, 0], indices[:, :, 110:, 1] = 8, 3
+    # No query selects blocks 5, 6 and 7; queries that select 3 come too late, and those that select 4 too early.
+    queries, keys = (torch.zeros(2, 150, dtype=torch.bool) for _ in range(2))
+    queries[:, 30:32], keys[:, 48:128] = True, True
+    if packed:
+        indices = indices.transpose(1, 2).flatten(0, 1)
+        queries, keys = queries.flatten(), keys.flatten()
+    call = with_selection(call, indices, 16)
+    assert_matches_oracle(call, through_lse=True)
+    assert_rows_reach_nothing(call, queries, keys, through_lse=True)
+
+
+def test_a_query_that_selects_nothing() -> None:
+    call = with_selection(random_call([40], packed=False), torch.full((1, 1, 40, 2), -1), 64)
+    out, lse = run(call, return_lse=True)
+    assert (out == 0).all()
+    assert lse.isneginf().all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out)))
+
+
+def test_blocks_count_once_in_any_order() -> None:
+    """The same bits, and those of int32."""
+    call = random_call([50], [300], packed=False)
+    indices = torch.rand(1, 2, 50, 5).argsort(-1)[..., :3]
+    expected = padded_results(with_selection(call, indices, 64), 0.0)
+    for other in (torch.cat((indices.flip(-1), indices[..., 1:]), -1), indices.roll(1, -1).int()):
+        found = padded_results(with_selection(call, other, 64), 0.0)
+        assert all(bitwise_equal(x, found[name]) for name, x in expected.items())
+
+
+def test_the_same_bits_every_time() -> None:
+    call = random_selection(random_call([500], nheads=4, nheads_k=2, packed=False), random.Random(0), 16, 8)
+    expected = padded_results(call, 0.0)
+    for _ in range(5):
+        found = padded_results(call, 0.0)
+        assert all(bitwise_equal(x, found[name]) for name, x in expected.items())
+
+
+def test_heads_that_share_a_selection() -> None:
+    """One for all heads, and one for each group, are what each head selects for itself."""
+    q, k, v = torch.randn(1, 60, 6, 8), *torch.randn(2, 1, 200, 2, 8)
+    indices = torch.randint(-1, 13, (1, 2, 60, 4))
+    for shared, group in ((indices, 3), (indices[:, :1], 6)):
+        out, alone = (
+            flash_attn_func(q, k, v, block_mask=BlockMask.from_selection(x, block=16, seqlen_k=200))
+            for x in (shared, shared.repeat_interleave(group, 1))
+        )
+        torch.testing.assert_close(out, alone)
+
+
+def test_blocks_of_another_size() -> None:
+    """Calls that look alike but for the size of blocks."""
+    call = random_call([50], [300], packed=False)
+    indices = torch.randint(0, 5, (1, 1, 50, 2))
+    for block in (64, 32, 64):
+        assert_matches_oracle(with_selection(call, indices, block))
+
+
+@packed_or_dense
+def test_compiled(packed: bool) -> None:
+    """A mask that is made in the program, whose indices are an argument; nothing is compiled anew."""
+    q, k, v = (torch.randn(2, rows, n, 8, requires_grad=True) for rows, n in ((90, 4), (130, 2), (130, 2)))
+    lengths = offsets([90, 90]), offsets([130, 130]), 90, 130
+
+    def step(indices: Tensor) -> Tensor:
+        if not packed:
+            mask = BlockMask.from_selection(indices, block=32, seqlen_k=130)
+            return flash_attn_func(q, k, v, causal=True, block_mask=mask)
+        mask = BlockMask.from_selection(indices, block=32, seqlen_k=260)
+        out: Tensor = flash_attn_varlen_func(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, causal=True, block_mask=mask
+        )
+        return out
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    shape = (180, 2, 3) if packed else (2, 2, 90, 3)
+    for count in range(3):
+        indices = torch.randint(-1, 5, shape)
+        with torch.compiler.set_stance("fail_on_recompile" if count else "default"):
+            found, expected = compiled(indices), step(indices)
+        assert bitwise_equal(found, expected)
+        dout = torch.randn_like(found)
+        grads = [torch.autograd.grad(x, (q, k, v), dout) for x in (found, expected)]
+        assert all(bitwise_equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_recomputed() -> None:
+    """A checkpoint recomputes from the blocks that were selected first."""
+    q, k, v = (torch.randn(1, 100, 2, 8, requires_grad=True) for _ in range(3))
+    indices = torch.randint(0, 7, (1, 2, 100, 2))
+
+    def grads(indices: Tensor) -> tuple[Tensor, ...]:
+        mask = BlockMask.from_selection(indices, block=16, seqlen_k=100)
+        out = checkpoint(lambda q: flash_attn_func(q, k, v, block_mask=mask, causal=True), q, use_reentrant=False)
+        indices.zero_()
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = torch.autograd.grad(
+        flash_attn_func(
+            q, k, v, block_mask=BlockMask.from_selection(indices.clone(), block=16, seqlen_k=100), causal=True
+        )
+        .square()
+        .sum(),
+        (q, k, v),
+    )
+    assert all(bitwise_equal(a, b) for a, b in zip(grads(indices), expected, strict=True))
+
+
+def test_transformed() -> None:
+    """By torch.func, whose slices share the mask."""
+    q, k, v = (torch.randn(3, 1, 40, 2, 8) for _ in range(3))
+    mask = BlockMask.from_selection(torch.randint(-1, 3, (1, 2, 40, 2)), block=16, seqlen_k=40)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, block_mask=mask).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, v)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad([loss(*each) for each in zip(*leaves, strict=True)], leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_are_derivatives() -> None:
+    q, k, v = (torch.randn(1, 7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
+    mask = BlockMask.from_selection(torch.randint(-1, 4, (1, 1, 7, 2)), block=2, seqlen_k=7)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: [
+            x.masked_fill(x.isneginf(), 0)
+            for x in flash_attn_func(q, k, v, block_mask=mask, causal=True, softcap=2.0, return_lse=True)
+        ],
+        (q, k, v),
+    )
+
+
+def test_kernels_refuse_by_name() -> None:
+    q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+    mask = BlockMask.from_selection(torch.empty(1, 4, 256, 2, dtype=torch.int32, device="meta"), block=64, seqlen_k=256)
+    reason = "key blocks selected per query (BlockMask.from_selection)"
+    for gpu in ("sm90", "sm100"):
+        told = explain(q, q, q, block_mask=mask, gpu=gpu)
+        assert told.backend == "portable"
+        assert told.passed_over == {gpu: (reason,)}
+        with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: key blocks selected per query"):
+            explain(q, q, q, block_mask=mask, gpu=gpu, backend=gpu)
+    assert explain(q, q, q, block_mask=mask).spec.selection_block == 64
+
+
+INDICES = torch.zeros(1, 2, 6, 2, dtype=torch.int64)
+
+
+def attend(indices: Tensor = INDICES, **options: Any) -> Any:
+    x = torch.randn(1, 6, 4, 8)
+    return flash_attn_func(x, x, x, block_mask=BlockMask.from_selection(indices, block=4, seqlen_k=6), **options)
+
+
+def made(**options: Any) -> BlockMask:
+    given: dict[str, Any] = {"indices": INDICES, "block": 4, "seqlen_k": 6}
+    return BlockMask.from_selection(**given | options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: made(indices=[0]), TypeError, "indices: expected a torch.Tensor, got list"),
+        (lambda: made(indices=INDICES.float()), TypeError, "indices: expected int32 or int64, got torch.float32"),
+        (lambda: made(indices=INDICES[0, 0]), ValueError, "indices: expected shape (batch, heads, seqlen_q, top) or"),
+        (lambda: made(block=(4, 4)), TypeError, "block: expected an int, got (4, 4)"),
+        (lambda: made(block=0), ValueError, "block: expected at least 1, got 0"),
+        (lambda: made(seqlen_k=6.0), TypeError, "seqlen_k: expected an int, got 6.0"),
+        (lambda: made(seqlen_k=-1), ValueError, "seqlen_k: expected 0 to 2147483647, got -1"),
+        (
+            lambda: attend(INDICES[:, :, 1:]),
+            ValueError,
+            "(seqlen_q, seqlen_k) = (6, 6), got one over (5, 6)",
+        ),
+        (lambda: attend(INDICES.expand(2, -1, -1, -1)), ValueError, "block_mask: expected a batch of 1 or 1, got 2"),
+        (lambda: attend(INDICES.repeat(1, 2, 1, 1)[:, 1:]), ValueError, "nheads = 4 or nheads_k = 4 heads, got 3"),
+        (lambda: attend(INDICES), ValueError, "nheads = 4 or nheads_k = 4 heads, got 2"),
+        (
+            lambda: made() & BlockMask.causal(6, 6),
+            ValueError,
+            "&: expected a mask of blocks of queries, got",
+        ),
+        (
+            lambda: BlockMask.causal(6, 6) | made(),
+            ValueError,
+            "|: expected a mask of blocks of queries, got",
+        ),
+        (lambda: made().with_order("spt"), ValueError, "order: expected a mask of blocks of queries, got key blocks"),
+        (lambda: made().statistics, ValueError, "(from_selection), which has no tables"),
+        (lambda: made().to_flex(), ValueError, "(from_selection), which has no tables"),
+        (lambda: made().plot(), ValueError, "(from_selection), which has no tables"),
+    ],
+)
+def test_errors(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert words in str(raised.value)
+
+
+def test_numbers_are_checked_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_attn_cute.settings.check_data", lambda: True)
+    made(indices=INDICES + 1)
+    with pytest.raises(ValueError, match=r"^indices: expected numbers below 2, got 2$"):
+        made(indices=INDICES + 2)
+
+
+def test_repr() -> None:
+    words = "BlockMask(6 x 6 of 2 heads, blocks of 4 keys selected per query, order default)"
+    assert repr(made()) == words
+    assert repr(made().build()) == words
+
+
+def test_packed_blocks_begin_with_their_sequence() -> None:
+    """Sequences of odd lengths give what they give alone."""
+    cu = torch.tensor([0, 37, 100], dtype=torch.int32)
+    q, k, v = torch.randn(3, 100, 2, 8)
+    indices = torch.randint(-1, 3, (100, 1, 2))
+    mask = BlockMask.from_selection(indices, block=16, seqlen_k=100)
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 63, 63, causal=True, block_mask=mask)
+    for rows in (slice(0, 37), slice(37, 100)):
+        alone = BlockMask.from_selection(indices[rows], block=16, seqlen_k=rows.stop - rows.start)
+        one = flash_attn_func(*(x[None, rows] for x in (q, k, v)), causal=True, block_mask=alone)
+        torch.testing.assert_close(out[rows], one[0])
