@@ -1,4 +1,4 @@
-"""Calls in which each query selects key blocks (``BlockMask.from_selection``): against the oracle, and what is told."""
+"""Calls in which each query selects key blocks (``BlockMask.from_selection``), against the oracle."""
 
 import random
 import time
@@ -110,7 +110,7 @@ def test_a_query_that_selects_nothing() -> None:
 
 
 def test_blocks_count_once_in_any_order() -> None:
-    """The same bits, and those of int32."""
+    """Repeats, other orders and int32 change no bit."""
     call = random_call([50], [300], packed=False)
     indices = torch.rand(1, 2, 50, 5).argsort(-1)[..., :3]
     expected = padded_results(with_selection(call, indices, 64), 0.0)
@@ -230,9 +230,9 @@ def test_kernels_refuse_by_name() -> None:
     mask = BlockMask.from_selection(torch.empty(1, 4, 256, 2, dtype=torch.int32, device="meta"), block=64, seqlen_k=256)
     reason = "key blocks selected per query (BlockMask.from_selection)"
     for gpu in ("sm90", "sm100"):
-        told = explain(q, q, q, block_mask=mask, gpu=gpu)
-        assert told.backend == "portable"
-        assert told.passed_over == {gpu: (reason,)}
+        found = explain(q, q, q, block_mask=mask, gpu=gpu)
+        assert found.backend == "portable"
+        assert found.passed_over == {gpu: (reason,)}
         with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: key blocks selected per query"):
             explain(q, q, q, block_mask=mask, gpu=gpu, backend=gpu)
     assert explain(q, q, q, block_mask=mask).spec.selection_block == 64
