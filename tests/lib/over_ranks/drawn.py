@@ -37,7 +37,8 @@ from tests.lib.over_ranks.cases import scattered
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 Results = dict[str, Tensor]
-AT_LEAST = {"cpu": 12, "cuda": 2}  # calls, however long they take; on a GPU most compile kernels of their own
+AT_LEAST = {"cpu": 12, "cuda": 2}  # calls, however long they take; on a GPU most need kernels of their own
+ON_A_GPU = 8  # calls for each second of FUZZ_SECONDS: as many as a rehearsal has drawn
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ def assert_same(call: Drawn, got: Results, true: Results, low: Results) -> None:
 
 
 def drawn_calls(device: str = "cpu") -> None:
-    """Calls for as long as FUZZ_SECONDS says, from FUZZ_SEED."""
+    """Calls for as long as FUZZ_SECONDS says, or on a GPU as many, from FUZZ_SEED."""
     seconds, seed = float(os.environ.get("FUZZ_SECONDS", "1")), int(os.environ.get("FUZZ_SEED", "0"))
     size = dist.get_world_size()
     shapes = [(size,), *((n, size // n) for n in range(2, size) if size % n == 0)]
@@ -347,7 +348,8 @@ def drawn_calls(device: str = "cpu") -> None:
     stop, compared = time.monotonic() + seconds, 0
     with nothing_unwritten():
         for number in count():
-            goes_on = torch.tensor(int(number < AT_LEAST[device] or time.monotonic() < stop), device=device)
+            has_time = number < ON_A_GPU * seconds if device == "cuda" else time.monotonic() < stop
+            goes_on = torch.tensor(int(number < AT_LEAST[device] or has_time), device=device)
             dist.all_reduce(goes_on, dist.ReduceOp.MIN)
             if not goes_on:
                 break
@@ -359,7 +361,7 @@ def drawn_calls(device: str = "cpu") -> None:
             except Exception as error:
                 raise AssertionError(f"seed {seed}, call {number}: {call}") from error
     if dist.get_rank() == 0:
-        print(f"seed {seed}, {size} ranks: {number} calls, compared {compared} times")
+        print(f"seed {seed}, {size} ranks: {number} calls, compared {compared} times", flush=True)
     assert compared > 0
 
 
