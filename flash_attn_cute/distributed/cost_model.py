@@ -7,7 +7,6 @@ and are masked in part.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from flash_attn_cute.distributed import head_trade
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.packed_calls import Run, parts_of
 from flash_attn_cute.distributed.rank_layout import Layout, common
-from flash_attn_cute.distributed.ring_timeline import Steps
+from flash_attn_cute.distributed.ring_timeline import Steps, finished
 
 Numbers = TypeVar("Numbers", float, Tensor)
 
@@ -131,7 +130,6 @@ def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
     def message(rows: Tensor, itemsize: int) -> Tensor:
         return (rows > 0) * LATENCY + rows * key * itemsize / link
 
-    of_keys, of_sums = partial(message, itemsize=shape.itemsize), partial(message, itemsize=4)
     forward, backward = _kernels(steps.pairs, steps.queries, shape)
     forward, backward = (
         forward + _merged(layout, steps, shape) / MEMORY,
@@ -141,7 +139,8 @@ def _ring(layout: Layout, shape: Shape, host: int) -> Estimate:
     # travel are copied before, and when they come home.
     block, begin = steps.coming.max().item() * key, 2 * keys * shape.itemsize
     copied = begin + out * (4 + shape.itemsize), begin + (dq + keys) * (4 + 4 + shape.itemsize) + 4 * 4 * block
-    ends = steps.finished(forward, of_keys, None), steps.finished(backward, of_keys, of_sums)
+    arriving, sums = message(steps.coming, shape.itemsize), (message(steps.coming, 4), message(steps.home, 4))
+    ends = finished(forward, arriving), finished(backward, arriving, sums)
     waiting = (
         max(0.0, end + nbytes / MEMORY - mean)
         for end, nbytes, mean in zip(ends, copied, computing(layout, shape), strict=True)

@@ -4,7 +4,7 @@ A message starts when both neighbours have come to it, so that a rank which has 
 the next ones. Packed documents, which few ranks share, are like that; parts of one causal sequence cost the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
 
 # Runs of a document, and the rank that has each.
 _Runs = list[tuple[int, Run]]
-# Seconds of messages of so many rows, one a rank.
-_Seconds = Callable[[Tensor], Tensor]
+# A bound of a band that hides nothing, and can be multiplied by a length.
+_UNBOUNDED = 2**40
 
 
 class Steps(NamedTuple):
@@ -32,18 +32,7 @@ class Steps(NamedTuple):
     def of(cls, layout: Layout) -> "Steps":
         """One step more than the ranks that the farthest keys travel to."""
         size, hops = layout.num_ranks, layout.hops()
-        pairs, queries = (torch.zeros(size, size, dtype=torch.float64, device="cpu") for _ in range(2))
-        whole = [[0, 0] for _ in range(size)]
-        for document, of_queries, of_keys in _documents(layout):
-            band, ranks = layout.bands[document], {rank for rank, _ in (*of_queries, *of_keys)}
-            if len(ranks) > 1:
-                _add(pairs, queries, band, of_queries, of_keys)
-            else:  # most documents, and all of what is below takes longer
-                own, length = whole[ranks.pop()], layout.lengths_q[document]
-                own[0] += band.area(0, length, layout.lengths_k[document])
-                own[1] += length
-        for table, numbers in zip((pairs, queries), zip(*whole, strict=True), strict=True):
-            table.diagonal().add_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        pairs, queries = _visible(layout)
         rows = [side_by_side(runs)[1] for runs in layout.travelling()]
         blocks = torch.tensor(rows, dtype=torch.float64, device="cpu")
         rank, last = torch.arange(size, device="cpu")[:, None], torch.tensor(hops, device="cpu")
@@ -52,24 +41,26 @@ class Steps(NamedTuple):
         home = blocks[:, None] * ((step == last[:, None]) & (step > 0))
         return cls(pairs[rank, owner], queries[rank, owner], blocks[following] * (step < last[following]), home)
 
-    def finished(self, computing: Tensor, of_keys: _Seconds, of_sums: _Seconds | None) -> float:
-        """Seconds until the last rank has finished.
 
-        Args:
-            computing: seconds of each rank in each step.
-            of_keys: seconds of messages of rows of keys and values.
-            of_sums: likewise of their gradients, in a backward pass.
-        """
-        now = line = summed = computing.new_zeros(len(computing))  # computed, exchanged, gradients exchanged
-        for t in range(computing.shape[1]):
-            line = _exchanged(torch.maximum(now, line), of_keys(self.coming[:, t]))
-            now = torch.stack((now + computing[:, t], line, summed)).amax(0)
-            if of_sums is not None:
-                begin, home = torch.maximum(now, line), of_sums(self.home[:, t])
-                from_last = torch.maximum(begin, begin.roll(-t)) + home
-                line = _exchanged(begin, of_sums(self.coming[:, t]))
-                line = summed = torch.where(home > 0, torch.maximum(line, from_last), line)
-        return torch.maximum(now, summed).max().item()
+def finished(computing: Tensor, keys: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> float:
+    """Seconds until the last rank has finished; those of each rank in each step are given.
+
+    Args:
+        computing: of its calls.
+        keys: of a message with keys and values for the next step.
+        sums: in a backward pass, of messages with gradients: for keys of the next step, and for its own keys.
+    """
+    now = line = summed = computing.new_zeros(len(computing))  # computed, exchanged, gradients exchanged
+    for t, (took, arriving) in enumerate(zip(computing.T, keys.T, strict=True)):
+        line = _exchanged(torch.maximum(now, line), arriving)
+        now = torch.maximum(torch.maximum(now + took, line), summed)
+        if sums is not None:
+            coming, home = (x[:, t] for x in sums)
+            begin = torch.maximum(now, line)
+            from_last = torch.maximum(begin, begin.roll(-t)) + home
+            line = _exchanged(begin, coming)
+            line = summed = torch.where(home > 0, torch.maximum(line, from_last), line)
+    return torch.maximum(now, summed).max().item()
 
 
 def _exchanged(begin: Tensor, seconds: Tensor) -> Tensor:
@@ -78,6 +69,30 @@ def _exchanged(begin: Tensor, seconds: Tensor) -> Tensor:
     ready = torch.where(seconds > 0, torch.maximum(begin, begin.roll(1)), begin)
     ready = torch.where(after > 0, torch.maximum(ready, begin.roll(-1)), ready)
     return ready + torch.maximum(seconds, after)
+
+
+def _visible(layout: Layout) -> tuple[Tensor, Tensor]:
+    """Visible pairs, and queries in such, of a rank's queries (first dimension) and a rank's keys (second one)."""
+    own, shared = [[0, 0] for _ in range(layout.num_ranks)], []
+    for document, of_queries, of_keys in _documents(layout):
+        band, ranks = layout.bands[document], {rank for rank, _ in (*of_queries, *of_keys)}
+        if len(ranks) > 1:
+            shared.append(_table(band, of_queries, of_keys))
+        else:  # most documents, and much quicker
+            length, sums = layout.lengths_q[document], own[ranks.pop()]
+            sums[0] += band.area(0, length, layout.lengths_k[document])
+            sums[1] += length
+    pairs, queries = (torch.tensor(sums, dtype=torch.float64, device="cpu").diag() for sums in zip(*own, strict=True))
+    if shared:
+        q_rank, q_start, q_stop, k_rank, k_start, k_stop, lower, upper = torch.cat(shared).unbind(1)
+        # Query i sees the keys of a run from the one at i + lower - k_start on, up to the one at i + upper - k_start.
+        begin, end, num_keys = lower - k_start, upper + 1 - k_start, k_stop - k_start
+        area = _sum_below(q_stop + end, num_keys) - _sum_below(q_start + end, num_keys)
+        area += _sum_below(q_start + begin, num_keys) - _sum_below(q_stop + begin, num_keys)
+        seeing = torch.minimum(q_stop, k_stop - lower) - torch.maximum(q_start, k_start - upper)
+        for table, numbers in ((pairs, area), (queries, seeing.clamp(min=0))):
+            table.index_put_((q_rank, k_rank), numbers.double(), accumulate=True)
+    return pairs, queries
 
 
 def _documents(layout: Layout) -> Iterator[tuple[int, _Runs, _Runs]]:
@@ -91,30 +106,16 @@ def _documents(layout: Layout) -> Iterator[tuple[int, _Runs, _Runs]]:
         yield document, found[0][document], found[1][document]
 
 
-def _add(pairs: Tensor, queries: Tensor, band: Band, of_queries: _Runs, of_keys: _Runs) -> None:
-    """Adds what is visible of one document to the tables (rank of the queries, rank of the keys)."""
-    (q_rank, q_start, q_stop), (k_rank, k_start, k_stop) = map(_columns, (of_queries, of_keys))
-    q_rank, q_start, q_stop = q_rank[:, None], q_start[:, None], q_stop[:, None]
-    num_keys = k_stop - k_start
-    # Query i sees keys of a run up to and without those at i + lower - start and i + upper + 1 - start of it.
-    first, last, area = q_start, q_stop, (q_stop - q_start) * num_keys
-    if band.upper is not None:
-        shift = band.upper + 1 - k_start
-        area = _sum_below(q_stop + shift, num_keys) - _sum_below(q_start + shift, num_keys)
-        first = torch.maximum(first, k_start - band.upper)
-    if band.lower is not None:
-        shift = band.lower - k_start
-        area = area - _sum_below(q_stop + shift, num_keys) + _sum_below(q_start + shift, num_keys)
-        last = torch.minimum(last, k_stop - band.lower)
-    where = q_rank.expand_as(area), k_rank.expand_as(area)
-    pairs.index_put_(where, area.double(), accumulate=True)
-    queries.index_put_(where, (last - first).clamp(min=0).expand_as(area).double(), accumulate=True)
-
-
-def _columns(runs: _Runs) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranks, starts and stops, int64."""
-    table = torch.tensor([(rank, run.start, run.stop) for rank, run in runs], dtype=torch.int64, device="cpu")
-    return table[:, 0], table[:, 1], table[:, 2]
+def _table(band: Band, of_queries: _Runs, of_keys: _Runs) -> Tensor:
+    """Rank, start and stop of queries, those of keys, and the band, int64, a row for each two runs of a document."""
+    q, k = (
+        torch.tensor([(rank, run.start, run.stop) for rank, run in runs], dtype=torch.int64, device="cpu")
+        for runs in (of_queries, of_keys)
+    )
+    lower, upper = -_UNBOUNDED if band.lower is None else band.lower, _UNBOUNDED if band.upper is None else band.upper
+    bounds = torch.tensor((lower, upper), device="cpu")
+    parts = q[:, None], k, bounds
+    return torch.cat([x.expand(len(q), len(k), -1) for x in parts], -1).flatten(0, 1)
 
 
 def _sum_below(stop: Tensor, most: Tensor) -> Tensor:

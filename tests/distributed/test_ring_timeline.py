@@ -10,7 +10,7 @@ from flash_attn_cute.distributed import Sharding
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Part, parts_of
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
-from flash_attn_cute.distributed.ring_timeline import Steps
+from flash_attn_cute.distributed.ring_timeline import Steps, finished
 
 
 def area(part: Part) -> int:
@@ -38,7 +38,8 @@ def test_steps_have_the_pairs_of_the_calls(seed: int) -> None:
         assert steps.home[rank].sum() == (blocks[rank] if layout.hops()[rank] else 0)
 
 
-ZEROS = torch.zeros(3, 3, dtype=torch.float64)
+COMING = torch.tensor([[1, 1, 0]] * 3, dtype=torch.float64)  # to three ranks, whose keys travel to all others
+HOME = torch.tensor([[0, 0, 1]] * 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +52,12 @@ ZEROS = torch.zeros(3, 3, dtype=torch.float64)
     ],
 )
 def test_ranks_wait_for_their_neighbours(computing: list[list[int]], message: float, expected: float) -> None:
-    """Three ranks whose keys travel to all others, in the forward pass."""
-    coming = torch.tensor([[1, 1, 0]] * 3, dtype=torch.float64)
-    steps = Steps(ZEROS, ZEROS, coming, ZEROS)
-    seconds = torch.tensor(computing, dtype=torch.float64)
-    assert steps.finished(seconds, lambda rows: rows * message, None) == expected
+    """In the forward pass."""
+    assert finished(torch.tensor(computing, dtype=torch.float64), COMING * message) == expected
 
 
 def test_sums_come_home_last() -> None:
     """Sums of a step are sent after it, and hide behind the next one, but for the last ones."""
-    coming = torch.tensor([[1, 1, 0]] * 3, dtype=torch.float64)
-    home = torch.tensor([[0, 0, 1]] * 3, dtype=torch.float64)
-    steps, seconds = Steps(ZEROS, ZEROS, coming, home), torch.ones(3, 3, dtype=torch.float64)
-    assert steps.finished(seconds, lambda rows: rows * 0.25, lambda rows: rows * 0.5) == 3.5
-    assert steps.finished(seconds, lambda rows: rows * 0.25, lambda rows: rows * 1.0) == 4.25
+    computing = torch.ones(3, 3, dtype=torch.float64)
+    assert finished(computing, COMING * 0.25, (COMING * 0.5, HOME * 0.5)) == 3.5
+    assert finished(computing, COMING * 0.25, (COMING, HOME)) == 4.25
