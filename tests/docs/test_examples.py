@@ -36,6 +36,10 @@ def test_pretrain(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_sparse_attention() -> None:
+    assert run("sparse_attention.py").endswith("PASSED\n")
+
+
 def test_long_context() -> None:
     printed = run("long_context.py", "--tokens", "1500", "--documents", "3", "--heads", "2")
     assert "1500 tokens in 3 documents" in printed

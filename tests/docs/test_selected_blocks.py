@@ -1,5 +1,6 @@
 """Recipes of ``docs/selected-blocks.md`` against dense attention, a query at a time by the papers' definitions."""
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from examples import sparse_attention
 
 PAGE = Path(__file__).parents[2] / "docs" / "selected-blocks.md"
 BATCH, SEQLEN, HEADS, HEADS_K, D, BLOCK = 2, 75, 4, 2, 6, 16
@@ -61,6 +64,11 @@ def chosen(i: int, scores: Sequence[Tensor], top: int) -> list[int]:
 
 def mean(x: Tensor, b: int, n: int, h: int, block: int = BLOCK) -> Tensor:
     return x[b, n * block : (n + 1) * block, h].mean(0)
+
+
+def test_the_example_has_the_functions_of_the_page() -> None:
+    for function in (sparse_attention.means, sparse_attention.own_and_best, sparse_attention.nsa_branches):
+        assert inspect.getsource(function) in PAGE.read_text()
 
 
 @pytest.mark.parametrize("top", [1, 3, 9])
