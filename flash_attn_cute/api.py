@@ -66,6 +66,7 @@ class Keywords(SharedKeywords, total=False):
     seqused_k: Tensor | None
     mask: Tensor | None
     bias: Tensor | None
+    precise_gradients: bool
 
 
 _OTHER_ARGUMENTS = (
@@ -142,6 +143,7 @@ def flash_attn_func(
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
+    precise_gradients: bool = False,
     backend: str | None = None,
     dropout_p: float = 0.0,
 ) -> Result:
@@ -193,6 +195,9 @@ def flash_attn_func(
             over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
             not count, nor does a bias of -inf hide. No gradient goes through it.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
+        precise_gradients: keep eight more bits of out, a byte an element, for the backward pass. Gradients then do not
+            suffer from the rounding of out, which is most of their error where keys and values have means that do not
+            vanish; out is the same.
         backend: None picks the best that can serve the call; a name runs that one or raises.
         dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
@@ -215,6 +220,7 @@ def flash_attn_func(
         return_lse=return_lse,
         return_max_logits=return_max_logits,
         zero_padding=zero_padding,
+        precise_gradients=precise_gradients,
         backend=backend,
         dropout_p=dropout_p,
     )
@@ -312,6 +318,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
+    precise_gradients: bool = False,
     backend: str | None = None,
     dropout_p: float = 0.0,
 ) -> Result:
@@ -354,6 +361,9 @@ def flash_attn_varlen_func(
             over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
             not count, nor does a bias of -inf hide. No gradient goes through it.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
+        precise_gradients: keep eight more bits of out, a byte an element, for the backward pass. Gradients then do not
+            suffer from the rounding of out, which is most of their error where keys and values have means that do not
+            vanish; out is the same.
         backend: None picks the best that can serve the call; a name runs that one or raises.
         dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
@@ -376,6 +386,7 @@ def flash_attn_varlen_func(
         return_lse=return_lse,
         return_max_logits=return_max_logits,
         zero_padding=zero_padding,
+        precise_gradients=precise_gradients,
         backend=backend,
         dropout_p=dropout_p,
     )

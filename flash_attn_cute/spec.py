@@ -41,6 +41,7 @@ class Feature(enum.Enum):
     BLOCK_MASK = "block_mask"
     SELECTION = "key blocks selected per query (BlockMask.from_selection)"
     DETERMINISTIC = "deterministic=True"
+    PRECISE_GRADIENTS = "precise_gradients=True"
     MAX_LOGITS = "return_max_logits=True"
 
 
@@ -97,6 +98,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     zero_padding: bool = True
+    precise_gradients: bool = False
     max_logits: bool = False
 
 
@@ -108,11 +110,15 @@ class Results(NamedTuple):
         lse: of ``AttentionInputs.lse_shape`` and ``lse_dtype``.
         max_logits: (nheads,), of ``lse_dtype``: the largest softmax_scale * q . k of each head over all pairs that are
             visible, before softcap, bias and sink; -inf where there are none. None if it is not asked for.
+        residual: (..., nheads, ``residual_columns(d_v)``), int8: what out has lost by rounding, for the backward pass,
+            in an order that kernels have (``kernels.common.residuals``). None without ``precise_gradients``, or if the
+            backend does without.
     """
 
     out: Tensor
     lse: Tensor
     max_logits: Tensor | None = None
+    residual: Tensor | None = None
 
     def asked(self, return_lse: bool) -> "Tensor | tuple[Tensor, ...]":
         """Results as users get them: out alone, or a tuple of it, lse if asked for, and max_logits if there are any."""
@@ -122,13 +128,19 @@ class Results(NamedTuple):
         return (self.out, self.lse, *tops) if return_lse else (self.out, *tops)
 
 
+def residual_columns(head_dim_v: int) -> int:
+    """Columns of ``Results.residual``: those of out, in multiples of 32."""
+    return -(-head_dim_v // 32) * 32
+
+
 class AttentionSpec(NamedTuple):
     """All that a call asks for beyond its tensors' values and lengths.
 
     ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
     unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide``: out,
     or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls. ``max_logits``: the
-    forward pass also has ``Results.max_logits``.
+    forward pass also has ``Results.max_logits``. ``precise_gradients``: gradients do not suffer from the rounding of
+    out, for which the forward pass may have ``Results.residual``.
 
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
@@ -159,6 +171,7 @@ class AttentionSpec(NamedTuple):
     half_blocks: bool = False
     selection_block: int = 0
     wide: bool = False
+    precise_gradients: bool = False
     max_logits: bool = False
 
     @classmethod
@@ -185,6 +198,7 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
+            precise_gradients=options.precise_gradients,
             max_logits=options.max_logits,
         )
 
@@ -207,6 +221,7 @@ class AttentionSpec(NamedTuple):
             Feature.BLOCK_MASK: self.has_block_mask,
             Feature.SELECTION: self.selection_block > 0,
             Feature.DETERMINISTIC: self.deterministic,
+            Feature.PRECISE_GRADIENTS: self.precise_gradients,
             Feature.MAX_LOGITS: self.max_logits,
         }
         return tuple(feature for feature, needed in needs.items() if needed)

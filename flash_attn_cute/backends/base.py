@@ -21,6 +21,7 @@ class Gradients(NamedTuple):
 class BackwardCall(NamedTuple):
     """A call whose forward pass has run: its results, their gradients (of any strides), and what else is wanted.
 
+    With ``residual`` (``Results.residual``) out is used as it was before it was rounded.
     A backend writes gradients of q, k and v, and those of bias and learnable_sink if they are needed.
     """
 
@@ -30,6 +31,7 @@ class BackwardCall(NamedTuple):
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None = None
+    residual: Tensor | None = None
     need_dbias: bool = False
     need_dsink: bool = False
 
@@ -55,6 +57,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The value of ``backend=`` that asks for it."""
+        ...
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether ``Results.residual`` is there for calls with ``precise_gradients``."""
         ...
 
     @property

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.spec import AttentionInputs
 
 _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.
 _DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout"), ((0, 2), (None, 1))),
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "residual"), ((0, 2), (None, 1))),
     **dict.fromkeys(("lse", "dlse"), ((0, 1), (None, 0))),
     **dict.fromkeys(("seqused_q", "seqused_k"), ((0, None), (None, None))),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((None, None), (None, None))),
@@ -86,7 +87,9 @@ def _forward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
     max_logits: Any = Replicate()
     if arguments["max_logits"] and axis is not None:
         max_logits = Shard(0) if axis == _HEADS else Partial("max")
-    return [*(_placement(name, arguments, axis) for name in ("out", "lse")), max_logits]
+    keeps = arguments["precise_gradients"] and dispatch.BACKENDS[arguments["backend"]].has_residual
+    residual = _placement("residual", arguments, axis) if keeps else Replicate()
+    return [*(_placement(name, arguments, axis) for name in ("out", "lse")), max_logits, residual]
 
 
 def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:

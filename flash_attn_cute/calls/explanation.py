@@ -89,6 +89,7 @@ def explain(
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
+    precise_gradients: bool = False,
     backend: str | None = None,
     dropout_p: float = 0.0,
     gpu: str | None = None,
@@ -121,6 +122,7 @@ def explain(
         return_lse: likewise; changes nothing here.
         return_max_logits: likewise.
         zero_padding: likewise.
+        precise_gradients: likewise.
         backend: likewise.
         dropout_p: likewise.
         gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` supposes an H100 SXM or
@@ -142,6 +144,7 @@ def explain(
         return_lse=return_lse,
         return_max_logits=return_max_logits,
         zero_padding=zero_padding,
+        precise_gradients=precise_gradients,
         backend=backend,
         dropout_p=dropout_p,
     )

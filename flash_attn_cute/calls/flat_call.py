@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask, Plan, known_of_block_mask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -27,7 +28,7 @@ TENSORS = (
 # ``flat_options``
 OPTIONS = (
     "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
-    "bool zero_padding, bool max_logits, {backend}, Tensor? any_scale, Tensor? any_softcap"
+    "bool zero_padding, bool precise_gradients, bool max_logits, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
@@ -40,8 +41,9 @@ _NUM_INPUTS = NUM_ALL_TENSORS + 2  # and with both bounds
 _NUM_KNOWN = _NUM_INPUTS + len(KnownOfBlockMask._fields)  # and with what is known about the block mask
 SINK, BIAS = AttentionInputs._fields.index("learnable_sink"), AttentionInputs._fields.index("bias")
 NUM_ANY = 2  # any_scale and any_softcap, which end a flat call
-_MAX_LOGITS = -NUM_ANY - 2  # the last field of ``Options``, ahead of the backend
-NUM_RESULTS = 6  # the fields of ``BackwardCall`` from out on, which come before a flat call in the backward operator
+_BACKEND = -NUM_ANY - 1  # behind the fields of ``Options``, of which these two are the last ones
+_PRECISE_GRADIENTS, _MAX_LOGITS = _BACKEND - 2, _BACKEND - 1
+NUM_RESULTS = 7  # the fields of ``BackwardCall`` from out on, which come before a flat call in the backward operator
 
 
 def flatten(inputs: AttentionInputs, plan: Plan) -> tuple[Any, ...]:
@@ -67,8 +69,8 @@ def unflatten(flat: tuple[Any, ...]) -> tuple[AttentionInputs, Plan]:
 def unflatten_backward(flat: tuple[Any, ...]) -> tuple[BackwardCall, str]:
     """The call of a backward pass from the arguments of the backward operator, and the backend's name."""
     inputs, plan = unflatten(flat[NUM_RESULTS:])
-    out, lse, dout, dlse, need_dbias, need_dsink = flat[:NUM_RESULTS]
-    call = BackwardCall(plan.spec, inputs, out, lse, dout, dlse, bool(need_dbias), bool(need_dsink))
+    out, lse, dout, dlse, residual, need_dbias, need_dsink = flat[:NUM_RESULTS]
+    call = BackwardCall(plan.spec, inputs, out, lse, dout, dlse, residual, bool(need_dbias), bool(need_dsink))
     return call, plan.backend
 
 
@@ -87,6 +89,12 @@ def asks_max_logits(flat: tuple[Any, ...]) -> bool:
     """Whether a flat call is to have ``Results.max_logits``."""
     asked: bool = flat[_MAX_LOGITS]
     return asked
+
+
+def has_residual(flat: tuple[Any, ...]) -> bool:
+    """Whether a flat call has ``Results.residual``."""
+    asked: bool = flat[_PRECISE_GRADIENTS]
+    return asked and dispatch.BACKENDS[flat[_BACKEND]].has_residual
 
 
 def flat_options(options: Options, backend: str | None) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ class Lowered(NamedTuple):
         """The results as the dense call has them."""
         if self.shape is None:
             return results
-        out, lse, max_logits = results
+        out, lse, max_logits, _ = results
         return Results(out.unflatten(0, self.shape), lse.unflatten(1, self.shape).transpose(0, 1), max_logits)
 
 

@@ -30,18 +30,19 @@ from flash_attn_cute.calls.torch_modes import (
     without_default_device,
 )
 from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, Results
+from flash_attn_cute.spec import AttentionInputs, Results, residual_columns
 
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 
-# Of max_logits that are not asked for there are none.
+# Of max_logits and residuals that are not asked for there are none.
 torch.library.define(
-    "flash_attn_cute::forward", f"({TENSORS}, {NUMBERS}) -> (Tensor out, Tensor lse, Tensor max_logits)"
+    "flash_attn_cute::forward",
+    f"({TENSORS}, {NUMBERS}) -> (Tensor out, Tensor lse, Tensor max_logits, Tensor residual)",
 )
 torch.library.define(
     "flash_attn_cute::backward",
     # What is needed are ints for DTensor's sake, which compares calls by what comes from the first int on.
-    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, int need_dbias, int need_dsink, "
+    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor? residual, int need_dbias, int need_dsink, "
     f"{TENSORS}, {NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
 )
 
@@ -59,10 +60,12 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
     if watched:
         _register_flop_formulas()
         run = _TransformedForward.apply if is_transformed() else torch.ops.flash_attn_cute.forward
-        out, lse, max_logits = run(*flat_call.flatten(_shard(inputs), plan))
+        out, lse, max_logits, _ = run(*flat_call.flatten(_shard(inputs), plan))
         return Results(out, lse, max_logits if plan.options.max_logits else None)
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not is_below_autograd():
         return Results(*_record(*leaves, (inputs, plan)))
+    if plan.spec.precise_gradients:  # of which there will be none
+        plan = plan._replace(spec=plan.spec._replace(precise_gradients=False))
     return _run_forward(inputs, plan)
 
 
@@ -89,17 +92,21 @@ def _run_backward(call: BackwardCall, name: str) -> Gradients:
 
 
 @torch.library.impl("flash_attn_cute::forward", "default")
-def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, max_logits = _run_forward(*flat_call.unflatten(flat))
-    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+def _forward(*flat: Any) -> tuple[Tensor, ...]:
+    out, lse, *others = _run_forward(*flat_call.unflatten(flat))
+    return out, lse, *(lse.new_empty(0) if x is None else x for x in others)
 
 
 @torch.library.register_fake("flash_attn_cute::forward")
-def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(*flat: Any) -> tuple[Tensor, ...]:
     inputs = flat_call.inputs_of(flat)
     out = inputs.q.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1])
     lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
-    return out, lse, lse.new_empty(inputs.q.shape[-2] if flat_call.asks_max_logits(flat) else 0)
+    max_logits = lse.new_empty(inputs.q.shape[-2] if flat_call.asks_max_logits(flat) else 0)
+    if not flat_call.has_residual(flat):
+        return out, lse, max_logits, lse.new_empty(0)
+    columns = residual_columns(out.shape[-1])
+    return out, lse, max_logits, out.new_empty(*out.shape[:-1], columns, dtype=torch.int8)
 
 
 @torch.library.impl("flash_attn_cute::backward", "default")
@@ -112,7 +119,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("flash_attn_cute::backward")
 def _fake_backward(*flat: Any) -> tuple[Tensor, ...]:
-    _, lse, _, _, need_dbias, need_dsink = flat[:NUM_RESULTS]
+    _, lse, _, _, _, need_dbias, need_dsink = flat[:NUM_RESULTS]
     inputs, absent = flat_call.inputs_of(flat[NUM_RESULTS:]), lse.new_empty(0)
     dbias = inputs.bias if need_dbias and inputs.bias is not None else absent
     dsink = inputs.learnable_sink if need_dsink and inputs.learnable_sink is not None else absent
@@ -128,22 +135,24 @@ def _call_backward(*flat: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, lse, max_logits = output
-    ctx.save_for_backward(*inputs[:NUM_ALL_TENSORS], *inputs[-NUM_ANY:], out, lse)
-    ctx.mark_non_differentiable(max_logits)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    out, lse, max_logits, residual = output
+    ctx.save_for_backward(
+        *inputs[:NUM_ALL_TENSORS], *inputs[-NUM_ANY:], out, lse, residual if flat_call.has_residual(inputs) else None
+    )
+    ctx.mark_non_differentiable(max_logits, residual)
     ctx.set_materialize_grads(False)
     ctx.numbers = inputs[NUM_ALL_TENSORS:-NUM_ANY]
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    tensors, anys, (out, lse) = saved[:NUM_ALL_TENSORS], saved[NUM_ALL_TENSORS:-2], saved[-2:]
+    tensors, anys, (out, lse, residual) = saved[:NUM_ALL_TENSORS], saved[NUM_ALL_TENSORS:-3], saved[-3:]
     call = *tensors, *ctx.numbers, *anys
     dout = torch.zeros_like(out) if dout is None else dout
     need_dbias, need_dsink = ctx.needs_input_grad[BIAS], ctx.needs_input_grad[SINK]
     grads: list[Tensor | None] = [None] * len(call)
-    *grads[:3], grads[BIAS], grads[SINK] = _call_backward(out, lse, dout, dlse, need_dbias, need_dsink, *call)
+    *grads[:3], grads[BIAS], grads[SINK] = _call_backward(out, lse, dout, dlse, residual, need_dbias, need_dsink, *call)
     return tuple(grads)
 
 
@@ -198,9 +207,9 @@ class _TransformedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Results of a flattened call."""
-        result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
         return result
 
     setup_context = staticmethod(_save_for_backward)
@@ -287,25 +296,25 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Runs the call, the last argument; before it come its leaves, for autograd to see."""
         inputs, plan = arguments[-1]
-        out, lse, max_logits = output = _run_forward(inputs, plan)
+        out, lse, max_logits, residual = _run_forward(inputs, plan)
         # The tables of a block mask belong to it: they never change, and many calls share them.
-        ctx.save_for_backward(*inputs[:NUM_TENSORS], out, lse)
+        ctx.save_for_backward(*inputs[:NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
         if max_logits is not None:
             ctx.mark_non_differentiable(max_logits)
         ctx.others = inputs[NUM_TENSORS:], plan
-        return output
+        return out, lse, max_logits
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
         saved = ctx.saved_tensors
         others, plan = ctx.others
-        *tensors, out, lse = saved
+        *tensors, out, lse, residual = saved
         inputs = AttentionInputs(*tensors, *others)
         dout = torch.zeros_like(out) if dout is None else dout
         need_dsink, need_dbias = ctx.needs_input_grad[3:5]
-        call = BackwardCall(plan.spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
+        call = BackwardCall(plan.spec, inputs, out, lse, dout, dlse, residual, need_dbias, need_dsink)
         grads: tuple[Tensor | None, ...]
         # Gradients that may be differentiated again come from the operator, which knows how to refuse.
         if torch.is_grad_enabled() or needs_dispatcher((*saved, dout, dlse)):

@@ -48,6 +48,7 @@ def check_options(
     return_lse: bool,
     return_max_logits: bool,
     zero_padding: bool,
+    precise_gradients: bool = False,
     backend: str | None,
     dropout_p: float,
 ) -> Options:
@@ -56,6 +57,8 @@ def check_options(
         _check_flags({"causal": causal, "deterministic": deterministic, "zero_padding": zero_padding})  # type: ignore[unreachable]
     if not (type(return_lse) is type(return_max_logits) is bool):
         _check_flags({"return_lse": return_lse, "return_max_logits": return_max_logits})  # type: ignore[unreachable]
+    if type(precise_gradients) is not bool:
+        _check_flags({"precise_gradients": precise_gradients})  # type: ignore[unreachable]
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
     if dropout_p != 0:
@@ -66,7 +69,10 @@ def check_options(
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
-    return Options(softmax_scale, left, 0 if causal else right, softcap, deterministic, zero_padding, return_max_logits)
+    right = 0 if causal else right
+    return Options(
+        softmax_scale, left, right, softcap, deterministic, zero_padding, precise_gradients, return_max_logits
+    )
 
 
 def _check_flags(flags: dict[str, object]) -> None:

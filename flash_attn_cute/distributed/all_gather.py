@@ -103,7 +103,7 @@ class AllGather:
         """Results of documents that the rank has alone; 0 and -inf in other rows, or what a sink leaves there."""
         if self._own_call is None:
             return Merged(q, v.shape[-1], shared=False, max_logits=context.options.max_logits).result(None, ())
-        out, lse, max_logits = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
+        out, lse, max_logits, _ = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
         out, lse = with_sink(out, lse, sink, self._padding)
         return Results(out.to(q.dtype), lse, max_logits)
 

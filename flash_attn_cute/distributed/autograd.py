@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         trade = chosen.trade
         if trade is not None:
             q, k, v, sink = trade.split(q, k, v, sink, inner)
-        out, lse, max_logits = chosen.method.forward(context, q, k, v, sink)
+        out, lse, max_logits, _ = chosen.method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = chosen, context._replace(group=None)

@@ -109,8 +109,8 @@ class Merged:
         if self._merged is None and (call.q_start, call.q_stop) == (0, self._q.shape[0]):
             self._merged = results
             return
-        old_out, old_lse, old_max_logits = self._so_far()
-        out, lse, max_logits = results
+        old_out, old_lse, old_max_logits, _ = self._so_far()
+        out, lse, max_logits, _ = results
         if old_max_logits is not None and max_logits is not None:
             torch.maximum(old_max_logits, max_logits, out=old_max_logits)
         rows = slice(call.q_start, call.q_stop)

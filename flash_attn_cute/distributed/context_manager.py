@@ -144,6 +144,11 @@ class _OverRanks(NamedTuple):
                 "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
                 "context_parallel_attn_func takes one over all rows"
             )
+        if options.precise_gradients:
+            raise ValueError(
+                "precise_gradients: expected False within context_parallel, where out of several ranks is merged, "
+                "got True"
+            )
         for name in ("seqused_q", "seqused_k"):
             _check_lengths(name, getattr(inputs, name), getattr(self.sharding, name))
         given: dict[str, Any] = {

@@ -67,7 +67,7 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
     results = autograd.attend(*call.packed, call.sink, plan, context, inner)
     if not call.dense:
         return results
-    out, lse, max_logits = results
+    out, lse, max_logits, _ = results
     rows = call.q.shape[:2]
     return Results(out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous(), max_logits)
 
@@ -141,7 +141,7 @@ def _unpack(flat: tuple[Any, ...]) -> tuple[RankCall, Options, str | None]:
 @torch.no_grad()
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, options, backend = _unpack(flat)
-    out, lse, max_logits = attend_eagerly(call, lambda: options, backend)
+    out, lse, max_logits, _ = attend_eagerly(call, lambda: options, backend)
     return out.contiguous(), lse.contiguous(), lse.new_empty(0) if max_logits is None else max_logits
 
 

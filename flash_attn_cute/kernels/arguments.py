@@ -14,8 +14,9 @@ Layouts, dense and packed (n sequences):
     seqused                                             (n,)
     mask, bias      (batch, heads, seqlen_q, seqlen_k)  (1, heads, total_q, max_seqlen_k)
 
-Out is like q with d_v, and gradients are like what they are of. Mask and bias are views of the user's tensors, expanded
-by strides of 0. Those of a dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` has its rows.
+Out is like q with d_v, its residuals are likewise with a multiple of 32 of columns (``kernels.common.residuals``), and
+gradients are like what they are of. Mask and bias are views of the user's tensors, expanded by strides of 0. Those of a
+dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` has its rows.
 """
 
 import math
@@ -48,6 +49,7 @@ FLOAT, INT = Kind("Float32"), Kind("Int32")
 MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
 BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
 RESULT = replace(ROWS, float32_if="features.wide")
+RESIDUAL = Kind("Int8", rank=4, align=16)
 BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
 
@@ -65,6 +67,7 @@ class Argument:
 
 _ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (ROWS, ROW_NUMBERS, INT, FLOAT))
 _RESULT = Argument(RESULT)
+_RESIDUAL = Argument(RESIDUAL, when="features.residual")
 _OFFSETS = Argument(INTS, when="features.packed")
 _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
@@ -112,6 +115,7 @@ class ForwardArguments(NamedTuple):
     mK: Annotated[Any, _ROWS]
     mV: Annotated[Any, _ROWS]
     mO: Annotated[Any, _RESULT]
+    mResidual: Annotated[Any, _RESIDUAL]
     mLSE: Annotated[Any, _ROW_NUMBERS]
     mMaxLogits: Annotated[Any, Argument(FLOATS, when="features.max_logits")]  # (heads,), -inf before; raised
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
@@ -157,6 +161,7 @@ class BackwardArguments(NamedTuple):
     mK: Annotated[Any, _ROWS]
     mV: Annotated[Any, _ROWS]
     mO: Annotated[Any, _ROWS]
+    mResidual: Annotated[Any, _RESIDUAL]
     mdO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
     mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]

@@ -43,6 +43,7 @@ class Features:
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
     wide: bool = _flag("out, or gradients, are float32: parts, to be merged with those of other calls")
     max_logits: bool = _flag("the largest logit of each head is found, before softcap and bias", only="forward")
+    residual: bool = _flag("eight of the bits that out loses by rounding are kept, for an exact delta")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
 
     @property

@@ -110,7 +110,7 @@ class Drawn:
         lse, dlse = self._repeat(lse, rank=3), None if self.dlse is None else self._repeat(self.dlse, rank=3)
         inputs = self._copied()
         needs = inputs.bias is not None, inputs.learnable_sink is not None
-        found = backend.backward(BackwardCall(self.spec, inputs, out, lse.contiguous(), dout, dlse, *needs))
+        found = backend.backward(BackwardCall(self.spec, inputs, out, lse.contiguous(), dout, dlse, None, *needs))
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     def _copied(self) -> AttentionInputs:

@@ -28,6 +28,7 @@ PAGES = [
             "context-parallelism",
             "determinism",
             "distributed",
+            "gradients",
             "masks-and-biases",
             "max-logits",
             "migrating",

@@ -49,9 +49,9 @@ def both_passes(
     """Forward and backward of a new backend; the results, of which nothing has been computed."""
     spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
     backend = CuteBackend(ARCHITECTURES["sm90"])
-    out, lse, _ = backend.forward(spec, inputs)
+    out, lse, *_ = backend.forward(spec, inputs)
     sink = inputs.learnable_sink is not None
-    grads = backend.backward(BackwardCall(spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias, sink))
+    grads = backend.backward(BackwardCall(spec, inputs, out, lse, torch.randn_like(out), dlse, None, need_dbias, sink))
     return (out, lse), grads
 
 

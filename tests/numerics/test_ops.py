@@ -40,7 +40,8 @@ def op_arguments(
     right = 0 if call.causal else right
     max_logits = any_scale is not None
     known = (False, False, False, 0 if selected is None else 4)  # of a block mask
-    numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, True, True, max_logits)
+    flags = (True, True, False, max_logits)
+    numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, *flags)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
 
@@ -65,10 +66,10 @@ def check_operators(call: Call, arguments: tuple[Any, ...]) -> None:
         for x in (call.q, call.k, call.v):
             x.nan_to_num_(0, 0, 0)
     torch.library.opcheck(torch.ops.flash_attn_cute.forward.default, arguments)
-    out, lse, _ = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
+    out, lse, *_ = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
     lse.masked_fill_(lse.isneginf(), 0)
     detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-    backward = (out, lse, torch.randn_like(out), torch.randn_like(lse))
+    backward = (out, lse, torch.randn_like(out), torch.randn_like(lse), None)
     for need in (True, False):
         need_dbias, need_dsink = need and call.bias is not None, need and call.learnable_sink is not None
         torch.library.opcheck(

@@ -37,7 +37,7 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.sparsity.bits import HALF
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results, statically_true
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results, residual_columns, statically_true
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
@@ -68,6 +68,7 @@ class CuteBackend:
         self.architecture = architecture
         self.name = architecture.name
         self.features = frozenset(Feature) - {Feature.SELECTION}
+        self.has_residual = True
         self.is_supposed = is_supposed
         self._kernel_of = kernel_of
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
@@ -173,10 +174,12 @@ class CuteBackend:
         if needs_intervals(spec):
             one_spec, one, seen = as_one_batch(spec, inputs)
             results = self._forward(one_spec, one)
-            out, lse = results.out, results.lse
+            out, lse, residual = results.out, results.lse, results.residual
             if spec.has_sink:  # which is what lse holds of padding
                 lse.masked_fill_(~seen.real_q[:, None], -torch.inf)
-            return results._replace(out=out[0], lse=lse[0]) if spec.packed else results
+            if not spec.packed:
+                return results
+            return results._replace(out=out[0], lse=lse[0], residual=None if residual is None else residual[0])
         inputs = over_scores(without_padding(inputs))
         q, k = inputs.q, inputs.k
         if spec.head_dim == spec.head_dim_v and not spec.wide:  # twice as fast as new_empty
@@ -184,14 +187,18 @@ class CuteBackend:
         else:
             out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
         max_logits = q.new_full((spec.nheads,), -torch.inf, dtype=torch.float32) if spec.max_logits else None
+        residual = None
+        if spec.precise_gradients:
+            residual = q.new_empty(*q.shape[:-1], residual_columns(spec.head_dim_v), dtype=torch.int8)
         if spec.has_seqused and not spec.packed:
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
             if out.numel():
-                self._launch_forward(spec, as_packed(inputs), Results(out.flatten(0, 1), lse.flatten(1, 2), max_logits))
-            return Results(out, lse.transpose(0, 1).contiguous(), max_logits)
+                packed = Results(out.flatten(0, 1), lse.flatten(1, 2), max_logits, _as_rows(residual))
+                self._launch_forward(spec, as_packed(inputs), packed)
+            return Results(out, lse.transpose(0, 1).contiguous(), max_logits, residual)
         lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
-        results = Results(out, lse, max_logits)
+        results = Results(out, lse, max_logits, residual)
         if not out.numel():
             return results
         if not k.numel() and not spec.packed:
@@ -203,13 +210,14 @@ class CuteBackend:
         return results
 
     def _backward(self, call: BackwardCall) -> Gradients:
-        spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink = call
+        spec, inputs, out, lse, dout, dlse, residual, need_dbias, need_dsink = call
         if needs_intervals(spec):
             one_spec, one, seen = as_one_batch(spec, inputs)
             if spec.packed:
-                out, lse, dout, dlse = out[None], lse[None], dout[None], None if dlse is None else dlse[None]
+                out, lse, dout = out[None], lse[None], dout[None]
+                dlse, residual = (None if x is None else x[None] for x in (dlse, residual))
             dout = zeroed(dout, sees(seen.keys))
-            found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink))
+            found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, residual, need_dbias, need_dsink))
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
         inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
@@ -229,11 +237,11 @@ class CuteBackend:
         layout = _layout(inputs, bias, is_repacked=runs_packed and not spec.packed)
         grads = Gradients(dq, dk, dv)
         if not spec.packed and runs_packed:
-            inputs, out, dout = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1)
+            inputs, out, dout, residual = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1), _as_rows(residual)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = _compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
-        done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse), layout, grads)
+        done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse, residual), layout, grads)
         dbias = done.arguments.mdBias
         if dbias is not None and bias is not None:
             dbias = dbias.view(bias.shape)
@@ -267,6 +275,7 @@ class CuteBackend:
                 mK=_aligned(k),
                 mV=_aligned(v),
                 mO=results.out,
+                mResidual=results.residual,
                 mLSE=results.lse,
                 mMaxLogits=results.max_logits,
                 mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
@@ -307,6 +316,7 @@ class CuteBackend:
             mK=_aligned(k),
             mV=_aligned(inputs.v),
             mO=_aligned(call.out),
+            mResidual=call.residual,
             mdO=_aligned(call.dout),
             mLSE=call.lse,
             mdLSE=None if dlse is None else _compact(dlse),
@@ -576,6 +586,11 @@ def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor, config: Any) -> Block
         tiles = tiles.clone()
     bits = tiles.new_empty(len(tiles) * config.mask_tile.words_a_block) if config.reorders_bits else None
     return BlockArguments(spans.flatten(), entries.flatten(), tiles.flatten(), bits)
+
+
+def _as_rows(residual: Tensor | None) -> Tensor | None:
+    """The residuals of a dense batch as those of packed sequences."""
+    return None if residual is None else residual.flatten(0, 1)
 
 
 def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:

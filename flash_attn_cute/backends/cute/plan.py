@@ -123,6 +123,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         grouped=spec.nheads > spec.nheads_k,
         deterministic=spec.deterministic,
         wide=spec.wide,
+        residual=spec.precise_gradients,
         max_logits=spec.max_logits,
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},

@@ -22,6 +22,7 @@ class PortableBackend:
 
     name = "portable"
     features = frozenset(Feature)
+    has_residual = False
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """No reason to decline: it serves every valid call."""
@@ -114,6 +115,7 @@ def _backward(call: BackwardCall, lists: Lists | None, run: Run, grads: Gradient
     lse = view_lse(call.lse, run, spec.packed)
     dlse = None if call.dlse is None else view_lse(call.dlse, run, spec.packed)
     dq[:, :, :num_fully_masked] = 0
+    delta = _delta(out, dout, dlse) if spec.wide else torch.zeros_like(lse) if dlse is None else -dlse
     if num_fully_masked == run.q.length:
         dk.zero_()
         dv.zero_()
@@ -121,15 +123,16 @@ def _backward(call: BackwardCall, lists: Lists | None, run: Run, grads: Gradient
         tile = _tile(spec, inputs, lists, run, num_fully_masked, band)
         seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, num_fully_masked:] for x in (out, lse, dout, dq))
         if dlse is None and fused.serves_backward(tile):
+            delta = _delta(out, dout, dlse)
             fused.backward(tile, seen_out, seen_lse, seen_dout, Gradients(seen_dq, dk, dv))
         else:
-            delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, num_fully_masked:])
             dbias = view_scores(grads.dbias, run, num_fully_masked, spec.packed)
             run_backward = (blockwise if tile.selected is None else selected).backward
-            run_backward(tile, seen_lse, seen_dout, delta, Gradients(seen_dq, dk, dv, dbias))
+            seen_delta = delta[:, :, num_fully_masked:]
+            run_backward(tile, seen_lse, seen_dout, seen_delta, Gradients(seen_dq, dk, dv, dbias))
     if grads.dsink is not None and inputs.learnable_sink is not None:
         weight = (inputs.learnable_sink.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse.isneginf(), 0)
-        grads.dsink.sub_((weight * _delta(out, dout, dlse)).sum((0, 2)))
+        grads.dsink.sub_((weight * delta).sum((0, 2)))
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

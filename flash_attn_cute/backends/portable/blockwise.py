@@ -91,7 +91,7 @@ class _Block:
 
 def forward(tile: Tile, results: Results) -> None:
     """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside, and raises max_logits."""
-    out, lse, max_logits = results
+    out, lse, max_logits, _ = results
     for heads in _split_heads(tile):
         for block in _split_rows(heads):
             if block.is_empty:
@@ -110,7 +110,9 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
         tile: as in forward.
         lse: (n, nheads, rows), the sink included.
         dout: (n, nheads, rows, d_v).
-        delta: (n, nheads, rows), the row sums of dout * out less the gradient of lse.
+        delta: (n, nheads, rows), the row sums of dout * out less the gradient of lse, for parts of the keys
+            (``spec.wide``). Else all keys are here, and the row sums of P * dP are the same but for the rounding of
+            out: these are added to what it holds, the rest.
         grads: dq (n, nheads, rows, d), dk (n, nheads_k, keys, d), dv (n, nheads_k, keys, d_v), and dbias, None if it
             is not wanted.
     """
@@ -125,14 +127,20 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
             q, do = block.operand(tile.q), block.operand(dout)
             k, v = heads.k[:, block.keys], heads.v[:, block.keys]
             scores, before = _scores(block, q, keep_capped=True)
-            row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
+            fully_masked = None
             if tile.mask is not None or tile.bias is not None or block.hidden is not None:
                 # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
                 fully_masked = scores.amax(-1, keepdim=True).isneginf()
-                do, row_delta = do.masked_fill(fully_masked, 0), row_delta.masked_fill(fully_masked, 0)
+                do = do.masked_fill(fully_masked, 0)
             weights = probabilities(scores, block.take(lse).flatten(2, 3).flatten(0, 1))
             sum_dv[:, block.keys] += product(weights.to(q.dtype).mT, do)
-            dscores = product(do, v.mT).sub_(row_delta).mul_(weights)
+            dweights = product(do, v.mT)
+            if not tile.spec.wide:
+                block.take(delta).add_(block.split((dweights * weights).sum(-1)))
+            row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
+            if fully_masked is not None:
+                row_delta = row_delta.masked_fill(fully_masked, 0)
+            dscores = dweights.sub_(row_delta).mul_(weights)
             if dbias is not None:
                 block.add_scores(dbias, block.split(dscores))
             factor = uncap(dscores, before, softcap).to(q.dtype)

@@ -98,10 +98,12 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
             # Of a query without visible keys P is 0, and its gradients may be NaN.
             fully_masked = part.hidden.all(-1, keepdim=True)
             do = do.masked_fill(fully_masked, 0)
-            row_delta = part.take(delta)[..., None].masked_fill(fully_masked, 0)
             weights = probabilities(scores, part.take(lse))
             part.add(sum_dv, product(weights.to(q.dtype).mT, do))
-            dscores = product(do, v.mT).sub_(row_delta).mul_(weights)
+            dweights = product(do, v.mT)
+            if not tile.spec.wide:
+                part.take(delta).add_((dweights * weights).sum(-1))
+            dscores = dweights.sub_(part.take(delta)[..., None].masked_fill(fully_masked, 0)).mul_(weights)
             factor = uncap(dscores, before, softcap).to(q.dtype)
             part.take(grads.dq).copy_(product(factor, k, scale))
             part.add(sum_dk, product(factor.mT, q, scale))

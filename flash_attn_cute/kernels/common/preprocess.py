@@ -15,6 +15,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.fixed_point import ranges_of_head, units_of
 from flash_attn_cute.kernels.common.key_lists import num_adding_of, order_row
+from flash_attn_cute.kernels.common.residuals import load_residuals, restored
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
 from flash_attn_cute.kernels.common.semaphores import NOT_ZEROED
@@ -68,10 +69,16 @@ class Preprocess:
                     o, do = cute.make_rmem_tensor(8, gO.element_type), cute.make_rmem_tensor(8, gO.element_type)
                     cute.autovec_copy(cute.local_tile(gO, (8,), (vector,)), o)
                     cute.autovec_copy(cute.local_tile(gdO, (8,), (vector,)), do)
+                    if const_expr(a.mResidual is not None):
+                        mResidual = rows_first(a.mResidual, self.packed)
+                        residuals = load_residuals(mResidual[rows.start + row, None, work.head, batch], vector)
                     for j in cutlass.range_constexpr(8):
                         x, y = o[j].to(Float32), do[j].to(Float32)
                         # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
-                        delta += x * cutlass.select_(x != 0.0, y, Float32(0.0))
+                        is_seen = x != 0.0
+                        if const_expr(a.mResidual is not None):
+                            x = cutlass.select_(is_seen, restored(x, residuals[j], gO.element_type), x)
+                        delta += x * cutlass.select_(is_seen, y, Float32(0.0))
                         squares += y * y
                 lse = mLSE[rows.start + row, work.head, batch]
                 if const_expr(self.has_bias):

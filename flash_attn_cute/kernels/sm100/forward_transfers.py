@@ -10,7 +10,8 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
-from flash_attn_cute.kernels.common.rows import store_columns, zero_rows
+from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
+from flash_attn_cute.kernels.common.rows import rows_first, store_columns, zero_rows
 from flash_attn_cute.kernels.common.softmax import finalize
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -193,7 +194,7 @@ class Epilogue:
             if const_expr(c.features.wide):
                 self._store_rows(step, part, o_step, factor, mO, shared, thread)
             else:
-                self._store(step, part, o_step, factor, tO, shared, thread)
+                self._store(a, step, part, o_step, factor, tO, shared, thread)
         else:
             gO = mO[None, None, tile.head, tile.batch]
             zero_rows(gO, tile.q.start + first_row, stop - first_row, thread, PART_ROWS)
@@ -207,6 +208,7 @@ class Epilogue:
     @cute.jit
     def _store(
         self,
+        a: ForwardArguments,
         step: Int32,
         part: Int32,
         o_step: Int32,
@@ -220,6 +222,7 @@ class Epilogue:
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         together = {"barrier_id": _BARRIER_EPILOGUE, "number_of_threads": PART_ROWS}
         pieces = c.tile_dv // O_COLUMNS
+        residuals = cute.make_rmem_tensor(GROUP // 4, Int32) if const_expr(c.features.residual) else None
         rings.outputs.wait_full(o_step)  # from the tensor cores: O is complete, and Q not needed any more
         tensor_memory.after_sync()
         for piece in cutlass.range_constexpr(pieces):
@@ -236,6 +239,14 @@ class Epilogue:
                     pair = (self._scaled(x, factor) for x in some[2 * i : 2 * i + 2])
                     packed[i] = pack(*pair, self.dtype)
                 write_row(rO, sO, thread, first)
+                if const_expr(c.features.residual):
+                    half = first % GROUP // _COLUMNS
+                    for q in cutlass.range_constexpr(4):
+                        own = (self._scaled(some[8 * p + 2 * q + e], factor) for p in range(2) for e in range(2))
+                        residuals[2 * q + half] = residual_word(list(own), self.dtype)
+                    if const_expr(half == 1):
+                        group = (piece * O_COLUMNS + first) // GROUP
+                        self._store_residuals(a, self._tile(shared, step), part, thread, group, residuals)
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
                 tensor_memory.before_sync()
@@ -253,6 +264,23 @@ class Epilogue:
             if thread < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 rings.q.release(o_step)  # to the producer: the place of Q is free
+
+    @cute.jit
+    def _store_residuals(
+        self,
+        a: ForwardArguments,
+        tile: QueryTile,
+        part: Int32,
+        thread: Int32,
+        group: cutlass.Constexpr,
+        words: cute.Tensor,
+    ) -> None:
+        """Residuals of a group of columns of this thread's row, if there are such a row and such columns."""
+        mResidual = rows_first(a.mResidual, self.config.features.packed)
+        row = tile.first_query + PART_ROWS * part + thread
+        if row < tile.q.length and group * GROUP < mResidual.shape[1]:
+            gR = mResidual[tile.q.start + row, None, tile.head, tile.batch]
+            cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gR, (GROUP,), (group,)), Int32))
 
     @cute.jit
     def _store_rows(

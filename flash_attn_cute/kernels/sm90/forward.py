@@ -49,7 +49,14 @@ from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm90.forward_shared import Entry, Shared
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
-from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, store_row, tiled_mma
+from flash_attn_cute.kernels.sm90.mma import (
+    as_operand_a,
+    convert,
+    rows_and_columns,
+    store_residuals,
+    store_row,
+    tiled_mma,
+)
 from flash_attn_cute.kernels.sm90.scores import (
     add_bias_rows,
     cap,
@@ -490,6 +497,12 @@ class ForwardSm90:
         if const_expr(c.features.max_logits):
             self._raise_max_logits(work, rows, heads, stop)
         work.softmax.finish(work.acc_O, lse, sinks)
+        if const_expr(c.features.residual):
+            mResidual = rows_first(work.arguments.mResidual, c.features.packed)
+            for r in cutlass.range_constexpr(2):
+                if rows[r] < stop:
+                    gResidual = mResidual[tile.q.start + rows[r], None, heads[r], tile.batch]
+                    store_residuals(work.acc_O, r, gResidual, thread, self.dtype)
         rO = work.acc_O
         if const_expr(not c.features.wide):
             rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
 
 
 def tiled_mma(
@@ -93,6 +94,27 @@ def store_rows(
         row = first + thread // 32 * 16 + thread % 32 // 4 + 8 * r
         if row < stop:
             store_row(rX, r, gX[row, None], thread, first_column)
+
+
+@cute.jit
+def store_residuals(acc: cute.Tensor, r: cutlass.Constexpr, gR: cute.Tensor, thread: Int32, dtype: type) -> None:
+    """Stores what this thread's part of the r-th of its accumulator rows will lose by rounding.
+
+    Args:
+        acc: the accumulator.
+        r: 0 or 1.
+        gR: the row's place among residuals, (columns,), a multiple of 32; columns behind it are left out.
+        thread: of the warpgroup.
+        dtype: to which the accumulator will be rounded.
+    """
+    own, bytes_of_group = rows_and_columns(acc), GROUP // 4
+    words = cute.make_rmem_tensor(bytes_of_group // 4, Int32)
+    for c in cutlass.range_constexpr(0, cute.size(own, mode=[1]), bytes_of_group):
+        if 4 * c < gR.shape[0]:
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = residual_word([own[r, c + 4 * i + j] for j in range(4)], dtype)
+            target = cute.local_tile(gR, (bytes_of_group,), (c // 2 + thread % 4,))
+            cute.autovec_copy(words, cute.recast_tensor(target, Int32))
 
 
 @cute.jit

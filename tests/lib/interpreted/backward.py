@@ -65,7 +65,7 @@ def execute(
         sink, bias = call.learnable_sink is not None, call.bias is not None and call.bias.requires_grad
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-            found = backend._backward(BackwardCall(spec, inputs, out, lse, dout, dlse, bias, sink))
+            found = backend._backward(BackwardCall(spec, inputs, out, lse, dout, dlse, None, bias, sink))
     got = {"dq": found.dq, "dk": found.dk, "dv": found.dv, "dbias": found.dbias, "dlearnable_sink": found.dsink}
     return {name: x for name, x in got.items() if x is not None}
 

@@ -109,7 +109,7 @@ def check(
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
     asked = {"max_logits": max_logits}
     results = results_of(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability, asked=asked)
-    out, lse, _ = results
+    out, lse, *_ = results
     if results.max_logits is not None:
         assert_max_logits_close(results.max_logits, call)
     with torch.no_grad():

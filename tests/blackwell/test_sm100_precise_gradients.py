@@ -1,0 +1,59 @@
+"""Residuals of Blackwell's forward kernels, and delta of out with them, executed on the CPU from their PTX."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute.backends.base import BackwardCall
+from flash_attn_cute.backends.cute import backend as cute_backend
+from tests.lib import oracle
+from tests.lib.checks import gradients, random_call
+from tests.lib.interpreted import backward, forward
+from tests.lib.interpreted.common import B200, as_given
+from tests.lib.residuals import assert_restored
+from tests.lib.tiers import tiered
+
+# Lengths, whether pairs of CTAs compute it, and options.
+CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
+    "d64": ([150], False, {"head_dim": 64, "packed": False, "dtype": torch.float16}),
+    "d96-packed": ([40, 0, 130], False, {"head_dim": 96, "head_dim_v": 72, "causal": True, "sink": True}),
+    "d128": ([140], False, {"head_dim": 128, "packed": False, "causal": True}),
+    "pair-d256": ([140], True, {"head_dim": 256, "packed": False}),
+}
+
+
+@pytest.mark.parametrize("case", tiered(CASES, "d96-packed"))
+def test_residuals_are_what_rounding_has_lost(case: str) -> None:
+    """Against the out in float32 that parts of a call over ranks have."""
+    lengths, by_pairs, options = CASES[case]
+    call = random_call(lengths, lengths, **{"dtype": torch.bfloat16, "nheads": 2, **options})
+    rounded, wide = (
+        forward.results_of(call, random.Random(0), None, None, by_pairs=by_pairs, capability=B200, asked=asked)
+        for asked in ({"precise_gradients": True}, {"wide": True})
+    )
+    assert rounded.residual is not None
+    real = call.real_rows()[0]
+    assert_restored(rounded.out[real], rounded.residual[real], wide.out[real])
+
+
+def test_gradients_are_as_with_an_out_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values have a large mean, which makes delta large, and so its error in an out that is rounded."""
+    monkeypatch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
+    call = random_call([130], [130], packed=False, head_dim=64, nheads=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        call.v.add_(8)
+    asked = {"precise_gradients": True}
+    given = forward.results_of(call, random.Random(0), None, None, by_pairs=False, capability=B200, asked=asked)
+    inputs, spec = as_given(call, backward=True)
+    dout, truth = torch.randn_like(given.out), call.to(torch.float64)
+    expected = gradients(truth, *oracle.attention(truth), dout, None)
+    errors = []
+    for residual in (given.residual, None):
+        spec = spec._replace(precise_gradients=residual is not None)
+        kernels = backward.Interpreted(random.Random(0))
+        found = kernels._backward(BackwardCall(spec, inputs, given.out, given.lse, dout, None, residual))
+        errors.append({name: (x - expected[name]).norm().item() for name, x in (("dq", found.dq), ("dk", found.dk))})
+    for name, error in errors[0].items():
+        assert 3 * error < errors[1][name], name

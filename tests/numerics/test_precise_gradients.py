@@ -1,0 +1,163 @@
+"""``precise_gradients=True``: gradients that do not suffer from the rounding of out, beside every other feature."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gradient_errors
+from benchmarks.gradient_errors import Data, Gradients
+from flash_attn_cute import flash_attn_func
+from flash_attn_cute.calls import dispatch, flat_call, ops
+from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.prepared_call import Plan, prepare
+from flash_attn_cute.spec import AttentionInputs, Options, Results, residual_columns
+from tests.lib.checks import (
+    DEVICES,
+    Case,
+    assert_matches_oracle,
+    bitwise_equal,
+    call_on,
+    each_on,
+    needs_kernels,
+    on_each_backend,
+    random_call,
+    run,
+)
+from tests.lib.interpreted.common import as_given
+from tests.lib.masks import on_device, random_mask
+from tests.lib.residuals import assert_restored
+
+LENGTHS = ([200, 1, 0, 130], [300, 5, 7, 0])
+OPTIONS = Options(window_right=0, precise_gradients=True)
+MEANS = "means in q, k, v, dout"
+CASES: dict[str, Case] = {
+    "full": {},
+    "causal, dense, float16": {"causal": True, "packed": False, "dtype": torch.float16},
+    "window": {"window_size": (20, 3), "head_dim": 64},
+    "few queries, grouped": {"nheads_k": 1, "lengths": ([7, 5, 0], [300, 5, 20])},
+    "grouped, d256": {"nheads_k": 1, "head_dim": 256, "causal": True},
+    "d192, dv128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "d72, dv40": {"head_dim": 72, "head_dim_v": 40},
+    "padding": {"seqused": True, "causal": True},
+    "padding, dense": {"seqused": True, "packed": False},
+    "sink, softcap": {"sink": True, "softcap": 2.0},
+    "mask": {"mask": (1, 1, 1)},
+    "bias": {"bias": (1, 1, 1)},
+    "bias of all heads, sink": {"bias": (0, 0, 1), "sink": True, "causal": True},
+}
+
+
+def _case(backend: str, case: Case) -> Any:
+    case = {"head_dim": 128, **case}
+    may_differ = case.get("packed", True) or case.get("seqused", False)
+    lengths = case.pop("lengths", LENGTHS if may_differ else ([200] * 2, [300] * 2))
+    return call_on(backend, *lengths, **case)
+
+
+@each_on(CASES)
+def test_beside_other_features(backend: str, case: Case) -> None:
+    assert_matches_oracle(_case(backend, case), backend=backend, precise_gradients=True, through_lse=True)
+
+
+@on_each_backend
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed, causal"])
+def test_block_masks(backend: str, packed: bool) -> None:
+    """Packed ones have intervals."""
+    call = call_on(backend, *[[300, 200] if packed else [300]] * 2, packed=packed, causal=packed)
+    made = random_mask(call.q.shape[-3], call.k.shape[-3], random.Random(3), (1, 4))
+    device = DEVICES[backend]
+    call = dataclasses.replace(call, block_mask=on_device(made, device), shown=made.shown.to(device))
+    assert_matches_oracle(call, backend=backend, precise_gradients=True)
+
+
+def _gradients(x: Data, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Gradients]:
+    leaves = [part.to(dtype)[None, :, None].requires_grad_() for part in (x.q, x.k, x.v)]
+    out = flash_attn_func(*leaves, causal=True, **options)
+    grads = torch.autograd.grad(out, leaves, x.dout.to(dtype)[None, :, None])
+    return out.detach(), {name: g[0, :, 0].float() for name, g in zip(("dq", "dk", "dv"), grads, strict=True)}
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_as_close_as_with_an_out_that_is_not_rounded(backend: str, dtype: torch.dtype) -> None:
+    """And out is what it is without. Roundings of kernels are simulated; the portable backend has fewer."""
+    x = gradient_errors.draw(MEANS, 1024, 1024, dtype)
+    true, simulated = gradient_errors.truth(x), gradient_errors.simulated(x, dtype)
+    unrounded, rounded = (
+        gradient_errors.errors({k: g.to(dtype) for k, g in simulated[name].items()}, true)
+        for name in ("unrounded", "rounded")
+    )
+    data = Data(*(part.to(DEVICES[backend]) for part in x))
+    out, grads = _gradients(data, dtype, backend=backend, precise_gradients=True)
+    found = gradient_errors.errors({name: g.cpu() for name, g in grads.items()}, true)
+    assert rounded["dq"][0] > 3 * unrounded["dq"][0]
+    for name in ("dq", "dk"):
+        assert found[name][0] < 1.1 * unrounded[name][0]
+    assert bitwise_equal(out, _gradients(data, dtype, backend=backend)[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dims", [(128, 128), (64, 64), (96, 72), (192, 128), (256, 256)], ids=str)
+def test_residuals_are_what_rounding_has_lost(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+    """Against the out in float32 that parts of a call over ranks have, of the same products in the same order."""
+    d, d_v = head_dims
+    call = random_call([300, 65], [300, 65], head_dim=d, head_dim_v=d_v, causal=True, dtype=dtype, device="cuda")
+    inputs, spec = as_given(call, backward=True)
+    backend = dispatch.BACKENDS["sm90"]
+    exact = backend.forward(spec._replace(wide=True), inputs).out
+    out, _, _, residual = backend.forward(spec._replace(precise_gradients=True), inputs)
+    assert residual is not None
+    assert residual.shape == (*out.shape[:-1], residual_columns(d_v))
+    assert_restored(out, residual, exact, at_least=0.999)  # P of some tiles may be of another maximum
+
+
+@on_each_backend
+def test_nothing_is_kept_without_gradients(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, run_forward = [], ops._run_forward
+
+    def noted(inputs: AttentionInputs, plan: Plan) -> Results:
+        asked.append(plan.spec.precise_gradients)
+        return run_forward(inputs, plan)
+
+    monkeypatch.setattr(ops, "_run_forward", noted)
+    call = call_on(backend, [40], [40], packed=False)
+    with torch.no_grad():
+        run(call, backend=backend, precise_gradients=True)
+    run(call, backend=backend, precise_gradients=True)
+    assert asked == [False, True]
+
+
+@on_each_backend
+def test_compiled_and_checked_operators(backend: str) -> None:
+    """Fakes know of residuals as kernels do, and the compiled program saves them for its backward pass."""
+    call = call_on(backend, [70], [70], packed=False, causal=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        inputs, plan = prepare(AttentionCall(call.q, call.k, call.v, options=OPTIONS, backend=backend), backward=True)
+        flat = flat_call.flatten(inputs, plan)
+        torch.library.opcheck(
+            torch.ops.flash_attn_cute.forward.default, flat, test_utils=("test_schema", "test_faketensor")
+        )
+    leaves = [getattr(call, name) for name in "qkv"]
+    dout = torch.randn_like(call.q)
+
+    def gradients(attend: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, causal=True, precise_gradients=True, backend=backend)
+
+    for x, expected in zip(
+        gradients(torch.compile(attend, fullgraph=True, backend="aot_eager")), gradients(attend), strict=True
+    ):
+        assert bitwise_equal(x, expected)
+
+
+def test_what_is_refused() -> None:
+    x = torch.randn(1, 4, 2, 16)
+    with pytest.raises(TypeError, match="precise_gradients: expected a bool, got 1"):
+        flash_attn_func(x, x, x, precise_gradients=1)  # type: ignore[call-overload]
