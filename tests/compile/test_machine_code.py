@@ -41,6 +41,8 @@ CONFIGS = {
     **{f"d{d}-max-logits-group": config(d, group=8, max_logits=True, **EVERYTHING) for d in (64, 128, 256)},
     "d128-max-logits-block-mask": config(128, block_mask=True, intervals=True, max_logits=True),
     "d64-max-logits-bias": config(64, bias=True, paired_bias=True, max_logits=True),
+    **{f"d{d}-residual": config(d, right=True, residual=True) for d in HEAD_DIMS},
+    **{f"d{d}-residual-group": config(d, group=8, residual=True, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-bias": config(d, bias=True, paired_bias=True) for d in HEAD_DIMS},
     **{f"d{d}-mask": config(d, mask=True) for d in HEAD_DIMS},
     **{f"d{d}-bias-mask": config(d, mask=True, bias=True, **MASKED) for d in (64, 128, 256)},
@@ -77,7 +79,9 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"softcap": True, "sink": True, "max_logits": True}, {"wide": True, "max_logits": True}], ids=str
+    "options",
+    [{}, {"softcap": True, "sink": True, "max_logits": True}, {"wide": True, "max_logits": True}, {"residual": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("tile_d", [64, 96, 128])
 def test_half_blocks(tile_d: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -137,6 +141,11 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-wide": backward(d, wide=True, packed=True, right=True, deterministic=True) for d in (64, 128, 256)},
     **{f"d{d}-wide-grouped": backward(d, wide=True, packed=True, grouped=True) for d in (128, 256)},
     "d192-dv128-wide": backward(192, 128, wide=True, packed=True),
+    **{f"d{d}-residual": backward(d, residual=True) for d in HEAD_DIMS},
+    **{f"d{d}-residual-causal": backward(d, right=True, packed=True, residual=True) for d in (64, 128)},
+    **{f"d128-residual-{name}": backward(128, residual=True, **{name: True}) for name in ("block_mask", "bias")},
+    "d128-residual-grouped": backward(128, right=True, grouped=True, deterministic=True, residual=True),
+    "d128-residual-long": backward(128, keys=8192, residual=True),
     "d128-dbias": backward(128, bias=True, dbias=True),
     "d128-strided-bias": backward(128, bias=True, strided_bias=True),
     **{f"d{d}-row-of-a-bias": backward(d, bias=True, uniform_bias=True, float32_bias=True) for d in (64, 128)},

@@ -71,6 +71,8 @@ FEW = {
     "d128-max-logits": chosen(128, right=True, max_logits=True),
     "d64-max-logits-everything": chosen(64, max_logits=True, **EVERYTHING),
     "d128-max-logits-bias": chosen(128, bias=True, right=True, max_logits=True),
+    **{f"d{d}-residual": chosen(d, right=True, residual=True) for d in (64, 96, 128, 192, 256)},
+    "pair-d256-residual": forward_pair(256, 256, residual=True),
     "pair-d192-dv128-max-logits": forward_pair(192, 128, max_logits=True),
     "pair-d256": forward_pair(256, 256),
     "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
