@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -334,6 +335,7 @@ class BlockMask:
         block: int | tuple[int, int] = TILE,
         seqlen_k: int,
         seqlen_q: int | None = None,
+        block_lengths: Sequence[int] | Tensor | None = None,
     ) -> BlockMask:
         """Lists of the key blocks that each query block attends to, as models select them in every step and layer.
 
@@ -348,13 +350,16 @@ class BlockMask:
             block: queries and keys of a block: 64, or multiples of 128.
             seqlen_k: keys.
             seqlen_q: queries, if the last block is cut off. None: it is complete.
+            block_lengths: (blocks,), ints on the host: how many rows at the start of each block are real, of queries
+                and keys alike. The others are padding: whatever they hold reaches nothing, NaN included. The halves of
+                blocks of 128 may have 32 different pairs of lengths. None: all rows are real.
 
         Raises:
             TypeError: another dtype, or sizes that are no ints.
-            ValueError: a wrong shape, size or length; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too
-                large or twice in a row, or counts out of range.
+            ValueError: a wrong shape, size or length, or too many different lengths; with ``FLASH_ATTN_CUTE_CHECK=1``
+                numbers of blocks that are too large or twice in a row, or counts out of range.
         """
-        node = Indices.of(indices, counts, mask_arguments.check_block(block), seqlen_q, seqlen_k)
+        node = Indices.of(indices, counts, mask_arguments.check_block(block), seqlen_q, seqlen_k, block_lengths)
         return cls(node, node.sizes.seqlen_q, seqlen_k)
 
     @classmethod
@@ -658,7 +663,7 @@ class BlockMask:
             raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
         if there is None:
             node.use(checked=False)
-        tables = BlockTables(node.rows(), None) if there is None else there.get()
+        tables = BlockTables(node.rows(), None, node.real) if there is None else there.get()
         return tables._replace(columns=self._columns(tables.rows)[0]) if backward else tables
 
     def _made(self, device: torch.device, backward: bool) -> BlockTables:
@@ -667,7 +672,9 @@ class BlockMask:
 
         def without_columns() -> BlockTables:
             node.use()
-            rows = node.rows() if isinstance(node, Indices) else row_tables.build(node, self.sizes, device)
+            if isinstance(node, Indices):
+                return BlockTables(node.rows(), None, node.real)
+            rows = row_tables.build(node, self.sizes, device)
             return BlockTables(rows, None, row_tables.real_rows(node, rows, self.sizes))
 
         def with_columns() -> BlockTables:

@@ -1,22 +1,26 @@
 """Rows of blocks, made from lists of block numbers as models select them in every step and layer.
 
 Nothing waits for the device. Blocks whose size is a multiple of 128 are cut into blocks of 128. Up to four blocks of 64
-are quarters of one block of 128, which then has one of fifteen tiles, or is full.
+are quarters of one block of 128, which then has one of fifteen tiles, or is full. Blocks of which only the first rows
+are real, as video sparse attention has them (VSA, arXiv 2505.13389), have such tiles for each pair of lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import kept, settings
-from flash_attn_cute.block_tables import FULL_CODE, BlockRows
+from flash_attn_cute.block_tables import FULL_CODE, BlockRows, RealRows
 from flash_attn_cute.sparsity import bits, mask_arguments
-from flash_attn_cute.sparsity.bits import HALF, TILE, WORDS
+from flash_attn_cute.sparsity.bits import HALF, PARTIAL, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import BlockMap, Node
 from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
+
+_MOST_LENGTHS = 32  # of a block of 128: a tile of 2 KB each for 16 * 32 * 32 combinations are 32 MB
 
 
 @dataclass(eq=False, repr=False)
@@ -26,6 +30,9 @@ class Indices(Node):
     Attributes:
         indices: the caller's tensor, (batch, heads, blocks_q, width), int32 or int64; below 0 is none.
         counts: the caller's tensor, (batch, heads, blocks_q), int32 or int64: how many of each row count. None: all.
+        lengths: (n, 2), int64: real rows of both halves that a block of 128 may have. None: all rows are real.
+        length_of: (blocks of 128 + 1,), int64: which of them each block has, of queries and keys alike, and at the end
+            that of no block.
     """
 
     indices: Tensor
@@ -33,10 +40,18 @@ class Indices(Node):
     block_q: int
     block_k: int
     sizes: Sizes
+    lengths: Tensor | None = None
+    length_of: Tensor | None = None
 
     @classmethod
     def of(
-        cls, indices: Tensor, counts: Tensor | None, block: tuple[int, int], seqlen_q: int | None, seqlen_k: int
+        cls,
+        indices: Tensor,
+        counts: Tensor | None,
+        block: tuple[int, int],
+        seqlen_q: int | None,
+        seqlen_k: int,
+        block_lengths: Sequence[int] | Tensor | None,
     ) -> Indices:
         """Checks the arguments of ``BlockMask.from_indices`` and makes a node of them."""
         mask_arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
@@ -50,7 +65,11 @@ class Indices(Node):
             if counts.shape != indices.shape[:3]:
                 raise ValueError(f"counts: expected shape {tuple(indices.shape[:3])}, got {tuple(counts.shape)}")
         sizes = Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k)
-        node = cls(indices, counts, block_q, block_k, sizes)
+        lengths = length_of = None
+        if block_lengths is not None:
+            real = mask_arguments.check_block_lengths(block_lengths, block, sizes)
+            lengths, length_of = _lengths_of_tiles(real, block_q, indices.device)
+        node = cls(indices, counts, block_q, block_k, sizes, lengths, length_of)
         if not torch.compiler.is_compiling() and settings.check_data():
             mask_arguments.check_indices(node._counted(), counts, node.blocks_k)
         return node
@@ -72,7 +91,26 @@ class Indices(Node):
 
     @property
     def half_blocks(self) -> bool:
-        return HALF in (self.block_q, self.block_k)
+        return HALF in (self.block_q, self.block_k) and self.lengths is None
+
+    @property
+    def padding(self) -> tuple[Tensor, Tensor] | None:
+        if self.lengths is None or self.length_of is None:
+            return None
+        padding = ~self._real_of_tile[self.length_of[:-1]].view(1, -1)[:, : self.sizes.seqlen_k]
+        return padding, padding
+
+    @property
+    def real(self) -> RealRows | None:
+        """Rows that are no padding, found without waiting for the device; None if no row is padding."""
+        padding = self.padding
+        return None if padding is None else RealRows(~padding[0], ~padding[1])
+
+    @property
+    def _real_of_tile(self) -> Tensor:
+        """Real rows of a block of 128 by its lengths: (n, 128), bool."""
+        assert self.lengths is not None
+        return (torch.arange(HALF, device=self.lengths.device) < self.lengths[..., None]).flatten(1)
 
     @property
     def blocks_k(self) -> int:
@@ -103,10 +141,15 @@ class Indices(Node):
         return BlockMap(visible[..., :-1], self.block_q, self.block_k)
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        return self._map.kinds(blocks)
+        kinds = self._map.kinds(blocks)
+        return kinds if self.lengths is None else kinds.clamp(max=PARTIAL)
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        return self._map.tiles(blocks)
+        tiles = self._map.tiles(blocks)
+        if self.length_of is None:
+            return tiles
+        real = self._real_of_tile[self.length_of]
+        return tiles & bits.pack(real[blocks.m][:, :, None] & real[blocks.n][:, None])
 
     def rows(self) -> BlockRows:
         """Makes the rows, each with room for as many entries as it could have."""
@@ -116,7 +159,7 @@ class Indices(Node):
         capacity = block.shape[-1]
         starts = torch.arange(counts.numel(), device=device) * capacity
         spans = torch.stack((starts.view_as(counts), counts), -1).int()
-        tiles, code = self._tiles(quarters, block)
+        tiles, code = (self._tiles if self.lengths is None else self._tiles_by_lengths)(quarters, block)
         return BlockRows(spans, torch.stack((block.flatten(), code.flatten()), 1).int(), tiles)
 
     @property
@@ -148,6 +191,24 @@ class Indices(Node):
             keys = keys.index_select(2, own)
         return keys
 
+    def _tiles_by_lengths(self, quarters: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes every tile that could be needed, and the code of each entry, where only first rows of blocks are real.
+
+        Tile 16 * (n * i + j) + p shows the quarters p of queries with lengths i and keys with lengths j, of n lengths.
+
+        Args:
+            quarters: see ``_tiles``.
+            block: likewise.
+        """
+        assert self.lengths is not None
+        assert self.length_of is not None
+        real, is_whole = self._real_of_tile, (self.lengths == HALF).all(1)
+        pairs = bits.pack((real[:, None, :, None] & real[:, None]).flatten(0, 1))
+        tiles = (pairs[:, None] & _tiles_of_quarters(quarters.device)).flatten(0, 1)
+        i, j = self.length_of[:-1, None], self.length_of[block.long()]
+        code = 16 * (len(real) * i + j) + quarters
+        return tiles, torch.where((quarters == 0b1111) & is_whole[i] & is_whole[j], FULL_CODE, code)
+
     def _tiles(self, quarters: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
         """Makes every tile that could be needed, and the code of each entry.
 
@@ -159,10 +220,7 @@ class Indices(Node):
             block: likewise, the key block of each entry.
         """
         sizes, device = self.sizes, quarters.device
-        quarter = torch.arange(4, dtype=torch.int32, device=device).view(2, 1, 2, 1)
-        patterns = -(torch.arange(16, dtype=torch.int32, device=device).view(16, 1, 1, 1, 1) >> quarter & 1)
-        tiles = patterns.expand(16, 2, HALF, 2, WORDS // 2).reshape(16, TILE, WORDS)
-        code = quarters
+        tiles, code = _tiles_of_quarters(device), quarters
         left_q, left_k = (length - (-(-length // TILE) - 1) * TILE for length in (sizes.seqlen_q, sizes.seqlen_k))
         cut_q, cut_k = left_q < TILE, left_k < TILE
         if cut_q or cut_k:
@@ -177,6 +235,31 @@ class Indices(Node):
         if cut_k:
             code = code + 32 * (block == sizes.blocks_k - 1)
         return tiles, torch.where(code == 0b1111, FULL_CODE, code)
+
+
+def _tiles_of_quarters(device: torch.device) -> Tensor:
+    """Tile p shows the quarters p: (16, 128, 4), int32."""
+    quarter = torch.arange(4, dtype=torch.int32, device=device).view(2, 1, 2, 1)
+    patterns = -(torch.arange(16, dtype=torch.int32, device=device).view(16, 1, 1, 1, 1) >> quarter & 1)
+    return patterns.expand(16, 2, HALF, 2, WORDS // 2).reshape(16, TILE, WORDS)
+
+
+def _lengths_of_tiles(real: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``Indices.lengths`` and ``length_of`` of blocks with so many real rows, copied to a device without waiting."""
+    halves = [min(max(rows - start, 0), HALF) for rows in real for start in range(0, block, HALF)]
+    halves += [0] * (len(halves) % 2)
+    pairs = list(zip(halves[::2], halves[1::2], strict=True))
+    distinct = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))} or {(0, 0): 0}
+    if len(distinct) > _MOST_LENGTHS:
+        raise ValueError(
+            f"block_lengths: expected at most {_MOST_LENGTHS} different lengths in blocks of {TILE} rows, "
+            f"got {len(distinct)}"
+        )
+    lengths, length_of = torch.tensor(list(distinct), device="cpu"), [*map(distinct.__getitem__, pairs), 0]
+    return (
+        lengths.to(device, non_blocking=True),
+        torch.tensor(length_of, device="cpu").to(device, non_blocking=True),
+    )
 
 
 def _merged(keys: Tensor, absent: int, quarters_of_first: int) -> tuple[Tensor, Tensor]:

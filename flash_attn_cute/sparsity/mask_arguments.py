@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
+from flash_attn_cute.sparsity.score_blocks import Sizes
 
 _MAX_LENGTH = 2**31 - 1
 
@@ -143,6 +144,31 @@ def check_blocks(name: str, length: int | None, blocks: int, size: int) -> int:
     if -(-length // size) != blocks:
         raise ValueError(f"{name}: expected a length of {blocks} blocks of {size}, got {length}")
     return length
+
+
+def check_block_lengths(lengths: Any, block: tuple[int, int], sizes: Sizes) -> list[int]:
+    """Checks real rows of blocks, of queries and keys alike; returns them as ints.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: lengths on a GPU, out of range or of another number of blocks, or sizes that differ.
+    """
+    if isinstance(lengths, Tensor):
+        check_integers("block_lengths", lengths, (1,), "(blocks,)")
+        if lengths.device.type != "cpu":
+            raise ValueError(f"block_lengths: expected lengths on the host, got a tensor on {lengths.device}")
+        lengths = lengths.tolist()
+    if not isinstance(lengths, (list, tuple)) or not all(map(is_int, lengths)):
+        raise TypeError(f"block_lengths: expected ints or a tensor of them, got {lengths!r}")
+    size, rows = block[0], len(lengths) * block[0]
+    if block[1] != size or not rows == sizes.seqlen_q == sizes.seqlen_k:
+        raise ValueError(
+            f"block_lengths: expected a length for each block, of queries and keys alike, got {len(lengths)} of "
+            f"{block[0]} x {block[1]} for {sizes.seqlen_q} queries and {sizes.seqlen_k} keys"
+        )
+    if not all(0 <= length <= size for length in lengths):
+        raise ValueError(f"block_lengths: expected 0 to {size}, got {min(lengths)} to {max(lengths)}")
+    return list(lengths)
 
 
 def check_indices(indices: Tensor, counts: Tensor | None, blocks_k: int) -> None:
