@@ -12,14 +12,7 @@ from torch import Tensor
 from flash_attn_cute.calls import lowering, nested, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
-from flash_attn_cute.calls.torch_modes import (
-    autocast,
-    is_any_autocast_enabled,
-    is_default_device_set,
-    is_recorded,
-    needs_dispatcher,
-    without_default_device,
-)
+from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
 from flash_attn_cute.spec import AttentionInputs, Options, Results
 
 # ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
@@ -38,9 +31,6 @@ def attend(call: AttentionCall) -> Results:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
     """
     watched = needs_dispatcher(call[:NUM_TENSORS])
-    if not watched and is_default_device_set():
-        with without_default_device():
-            return attend(call)
     if watched and nested.is_nested(call):
         if is_replaced():
             raise TypeError(

@@ -78,7 +78,8 @@ def _run_forward(inputs: AttentionInputs, plan: Plan) -> Results:
     if (spec.packed or spec.has_seqused) and settings.check_data():
         read_sequences(inputs)
     if not settings.nvtx():
-        return backend.forward(spec, inputs)
+        with without_default_device():
+            return backend.forward(spec, inputs)
     with profiling.pass_span(f"forward {backend.name}", spec, inputs):
         return backend.forward(spec, inputs)
 
@@ -320,8 +321,7 @@ class FlashAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or needs_dispatcher((*saved, dout, dlse)):
             grads = _call_backward(*call[2:], *flat_call.flatten(inputs, plan))
         else:
-            with without_default_device():
-                grads = _run_backward(call, plan.backend)
+            grads = _run_backward(call, plan.backend)
         dq, dk, dv, dbias, dsink = grads
         return dq, dk, dv, dsink, dbias, None
 

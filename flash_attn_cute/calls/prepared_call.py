@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flash_attn_cute import kept
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.calls.torch_modes import without_default_device
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
@@ -85,7 +86,8 @@ def cached_plan(call: AttentionCall) -> Plan:
 
     Tensors that need no dispatcher are strided and have numbers for sizes: nothing else is there to go by.
     """
-    looks = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[:NUM_TENSORS]])
+    with without_default_device():
+        looks = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[:NUM_TENSORS]])
     mask, block_mask = None, call.block_mask
     if block_mask is not None:
         validate.check_type_of_block_mask(block_mask)

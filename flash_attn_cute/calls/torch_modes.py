@@ -25,9 +25,9 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 is_any_autocast_enabled = _is_any_autocast_enabled  # for some kind of device: to ask ahead of ``autocast``
-# To ask of calls that need no dispatcher: a mode that makes each attribute of a tensor take a microsecond. Nothing here
-# needs it, as all tensors are made on devices that are named.
-is_default_device_set = _is_torch_function_mode_enabled
+# A default device makes each attribute of a tensor take a microsecond. Code of this package needs none, as it names the
+# devices of all that it makes. Code of users (hooks of saved tensors, functions of block masks) does not run within.
+# PyTorch itself runs backward passes without such modes.
 without_default_device = torch._C.DisableTorchFunction
 
 

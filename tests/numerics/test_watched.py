@@ -121,6 +121,20 @@ def test_a_default_device_is_no_watcher(packed: bool, operators: list[int], devi
         assert bitwise_equal(a, b)
 
 
+def test_hooks_of_saved_tensors_have_the_default_device() -> None:
+    """As has all that is the user's, though the package does without."""
+    made: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        made.append(torch.empty(1).is_meta)
+        return x
+
+    qkv = leaves()
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(note, note):
+        attend(*qkv)
+    assert made == [True] * 5
+
+
 def traced(function: Callable[..., Any]) -> Any:
     return make_fx(function, tracing_mode="symbolic")(*leaves())
 
