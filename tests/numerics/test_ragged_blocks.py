@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func
 from flash_attn_cute.sparsity.indices import Indices
-from tests.lib.checks import assert_matches_oracle, assert_rows_reach_nothing, bitwise_equal, random_call
+from tests.lib.checks import assert_matches_oracle, assert_rows_reach_nothing, bitwise_equal, call_on, on_each_backend
 from tests.lib.masks import spread
 from tests.lib.oracle import Call
 
@@ -21,37 +21,40 @@ def real_rows(lengths: list[int], block: int) -> Tensor:
     return torch.cat([torch.arange(block) < length for length in lengths])
 
 
-def drawn(rng: random.Random, block: int, *, combined: bool) -> tuple[Call, Tensor]:
+def drawn(rng: random.Random, block: int, backend: str, *, combined: bool) -> tuple[Call, Tensor]:
     """A call whose queries and keys have ragged blocks, and its real rows."""
     blocks = rng.randint(1, 640 // block)
     lengths = [rng.choice([0, 1, block // 2 + 3, block, block]) for _ in range(blocks)]
     real, rows = real_rows(lengths, block), blocks * block
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "causal": rng.random() < 0.3, "sink": rng.random() < 0.3}
-    call = random_call([rows] * 2, packed=False, **options)
+    options: dict[str, Any] = {"nheads_k": 2, "causal": rng.random() < 0.3, "sink": rng.random() < 0.3}
+    call = call_on(backend, [rows] * 2, packed=False, **options)
+    device = call.q.device
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     sets = rng.choice([1, 2]), rng.choice([1, 2, 4])
     visible = torch.rand(*sets, blocks, blocks, generator=generator) < 0.4
     indices = torch.where(visible, torch.arange(blocks), -1)
     given: Any = torch.tensor(lengths) if rng.random() < 0.5 else lengths
-    mask = BlockMask.from_indices(indices, block=block, seqlen_k=rows, block_lengths=given)
+    mask = BlockMask.from_indices(indices.to(device), block=block, seqlen_k=rows, block_lengths=given)
     shown = spread(visible, block, block, rows, rows) & real[:, None] & real
     if combined:
         mask &= BlockMask.window(rows, rows, left=200)
         shown &= torch.arange(rows)[:, None] - torch.arange(rows) <= 200
-    return replace(call, block_mask=mask, shown=shown), real
+    return replace(call, block_mask=mask, shown=shown.to(device)), real.to(device)
 
 
 @pytest.mark.parametrize("combined", [False, True], ids=["alone", "combined"])
 @pytest.mark.parametrize("block", [64, 128, 256])
-def test_ragged_blocks(block: int, combined: bool) -> None:
+@on_each_backend
+def test_ragged_blocks(backend: str, block: int, combined: bool) -> None:
     """Contents of padding reach nothing, and nothing is written there."""
     rng = random.Random(f"{block} {combined}")
     for _ in range(3):
-        call, real = drawn(rng, block, combined=combined)
-        assert_matches_oracle(call, through_lse=call.learnable_sink is None)
+        call, real = drawn(rng, block, backend, combined=combined)
+        asked: dict[str, Any] = {"through_lse": call.learnable_sink is None, "backend": backend, "deterministic": True}
+        assert_matches_oracle(call, **asked)
         if not real.all() and real.any():
             padding = ~real.expand(2, -1)
-            assert_rows_reach_nothing(call, padding, padding, through_lse=call.learnable_sink is None)
+            assert_rows_reach_nothing(call, padding, padding, **asked)
 
 
 def test_whole_blocks() -> None:

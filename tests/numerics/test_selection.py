@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,14 @@ from tests.lib.checks import (
     assert_matches_oracle,
     assert_rows_reach_nothing,
     bitwise_equal,
+    differing,
+    needs_kernels,
     offsets,
     packed_or_dense,
     padded_results,
     random_call,
     run,
+    synchronisations,
 )
 from tests.lib.masks import random_selection, with_selection
 from tests.lib.oracle import Call
@@ -46,8 +50,8 @@ def random_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def drawn(rng: random.Random) -> Call:
-    options = random_options(rng)
+def drawn(rng: random.Random, device: str) -> Call:
+    options = random_options(rng) | {"device": device}
     batch = rng.randint(1, 3)
     if options["packed"] or options["seqused"]:
         lengths_q, lengths_k = ([rng.choice(LENGTHS) for _ in range(batch)] for _ in range(2))
@@ -57,19 +61,20 @@ def drawn(rng: random.Random) -> Call:
     return random_selection(call, rng, rng.choice([1, 3, 16, 64, 64, 100, 128]), rng.choice([0, 1, 2, 5]))
 
 
-def check(seed: int) -> None:
+def check(seed: int, device: str) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    assert_matches_oracle(drawn(rng), through_lse=rng.random() < 0.5, return_max_logits=rng.random() < 0.3)
+    asked: dict[str, Any] = {"through_lse": rng.random() < 0.5, "return_max_logits": rng.random() < 0.3}
+    assert_matches_oracle(drawn(rng, device), backend="portable", **asked)
 
 
-def test_random_selections(fuzz_seconds: float) -> None:
+def test_random_selections(fuzz_seconds: float, device: str) -> None:
     first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
     while time.monotonic() < start + 2 * fuzz_seconds or cases < 10:  # a busy machine may be slow
         try:
-            check(first + cases)
+            check(first + cases, device)
         except Exception as error:
-            raise AssertionError(f"check({first + cases}) fails after {cases} others: {error}") from error
+            raise AssertionError(f"check({first + cases}, {device!r}) fails after {cases} others: {error}") from error
         cases += 1
 
 
@@ -83,9 +88,10 @@ def test_parts_of_queries(packed: bool, elements: int, monkeypatch: pytest.Monke
 
 
 @packed_or_dense
-def test_rows_that_reach_nothing(packed: bool) -> None:
+def test_rows_that_reach_nothing(packed: bool, device: str) -> None:
     """Keys of blocks that no query selects, or none whose window shows them; and queries that select nothing else."""
-    call = random_call([150, 150], nheads=4, nheads_k=2, packed=packed, causal=True, window_size=(40, None))
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "causal": True, "window_size": (40, None)}
+    call = random_call([150, 150], packed=packed, device=device, **options)
     indices = torch.randint(0, 3, (2, 2, 150, 4))
     indices[:, :, 30] = -1  # selects nothing, and the next one what the window hides
     indices[:, :, 31] = torch.tensor([4, -1, 9, 4])
@@ -96,9 +102,9 @@ def test_rows_that_reach_nothing(packed: bool) -> None:
     if packed:
         indices = indices.transpose(1, 2).flatten(0, 1)
         queries, keys = queries.flatten(), keys.flatten()
-    call = with_selection(call, indices, 16)
-    assert_matches_oracle(call, through_lse=True)
-    assert_rows_reach_nothing(call, queries, keys, through_lse=True)
+    call = with_selection(call, indices.to(device), 16)
+    assert_matches_oracle(call, through_lse=True, backend="portable")
+    assert_rows_reach_nothing(call, queries.to(device), keys.to(device), through_lse=True, backend="portable")
 
 
 def test_a_query_that_selects_nothing() -> None:
@@ -119,12 +125,34 @@ def test_blocks_count_once_in_any_order() -> None:
         assert all(bitwise_equal(x, found[name]) for name, x in expected.items())
 
 
-def test_the_same_bits_every_time() -> None:
-    call = random_selection(random_call([500], nheads=4, nheads_k=2, packed=False), random.Random(0), 16, 8)
-    expected = padded_results(call, 0.0)
-    for _ in range(5):
-        found = padded_results(call, 0.0)
-        assert all(bitwise_equal(x, found[name]) for name, x in expected.items())
+def test_the_same_bits_every_time(device: str, repetitions: int) -> None:
+    call = random_call([500], nheads=4, nheads_k=2, packed=False, device=device)
+    call = random_selection(call, random.Random(0), 16, 8)
+    both = partial(padded_results, call, 0.0, backend="portable")
+    assert not differing(both(), both, repetitions if device == "cuda" else 5)
+
+
+@needs_kernels
+def test_the_host_never_waits() -> None:
+    """Blocks are selected anew in a call, which graphs capture."""
+    tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
+        out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="portable")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    both()
+    assert synchronisations(both) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(2):
+        indices.random_(-1, 8)
+        graph.replay()
+        assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))
 
 
 def test_heads_that_share_a_selection() -> None:
