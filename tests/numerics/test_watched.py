@@ -122,7 +122,7 @@ def test_a_default_device_is_no_watcher(packed: bool, operators: list[int], devi
 
 
 def test_hooks_of_saved_tensors_have_the_default_device() -> None:
-    """As has all that is the user's, though the package does without."""
+    """Code of the user has it, though the package does without."""
     made: list[bool] = []
 
     def note(x: Tensor) -> Tensor:

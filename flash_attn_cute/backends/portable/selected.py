@@ -19,8 +19,8 @@ from flash_attn_cute.backends.portable.products import attend, capped, operand, 
 from flash_attn_cute.backends.portable.tile import Tile
 from flash_attn_cute.spec import Results
 
-# Elements of K or V that are gathered at a time, if those of one query are no more.
-_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Elements of K or V that are gathered at a time, if those of one query are no more; on a CPU they stay in the cache.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Part:
 
     def gather(self, x: Tensor) -> Tensor:
         """Selected blocks of (blocks + 1, block, d), as (rows, top * block, d)."""
-        return x[self.blocks].flatten(1, 2)
+        return x.index_select(0, self.blocks.flatten()).view(len(self.blocks), -1, x.shape[-1])
 
     def add(self, total: Tensor, x: Tensor) -> None:
         """Adds (rows, top * block, d) to the selected blocks of (blocks + 1, block, d), in an order that is fixed."""
