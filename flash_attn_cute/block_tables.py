@@ -30,6 +30,9 @@ class BlockRows(NamedTuple):
 class BlockColumns(NamedTuple):
     """Columns of blocks: which query blocks attend to each block of 128 keys, for query blocks of 64 and of 128.
 
+    Or to each block of 64 keys, for query blocks of 64 alone: then the first size of ``spans`` is 1, and blocks of keys
+    are those. An entry of such a column has its quarter of the tile.
+
     Attributes:
         spans: (2, batch, heads, blocks_k, 2), int32: the index of a column's first entry, and how many entries it has;
             [0] for blocks of 64 queries, [1] for blocks of 128.
@@ -65,21 +68,33 @@ class BlockTables(NamedTuple):
         columns: for the backward pass; None where nothing is differentiated.
         real: rows that are no padding; None if no row is padding.
         intervals: tables of a backend's own, see ``backends.packing.Intervals``.
+        half_columns: for the backward pass, of blocks of 64 keys; None if the mask is not made of such blocks, too.
     """
 
     rows: BlockRows
     columns: BlockColumns | None
     real: RealRows | None = None
     intervals: tuple[Tensor, Tensor] | None = None
+    half_columns: BlockColumns | None = None
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The seven tensors of rows and columns, as operators take them; the two of ``real`` follow as arguments."""
-        return (*self.rows, *((None, None, None, None) if self.columns is None else self.columns))
+        """The tensors of rows and both kinds of columns, ``NUM_FLAT``, as operators take them; ``real`` follows."""
+        columns = ((None,) * 4 if some is None else some for some in (self.columns, self.half_columns))
+        return (*self.rows, *(x for some in columns for x in some))
 
     @classmethod
     def of_flat(cls, tensors: tuple[Tensor | None, ...], real: tuple[Tensor | None, ...]) -> "BlockTables | None":
         """Tables of flat tensors, the inverse of ``flat``; None if there are no tensors."""
-        rows, columns, kept = ([x for x in some if x is not None] for some in (tensors[:3], tensors[3:], real))
+        parts = tensors[:3], tensors[3:7], tensors[7:], real
+        rows, columns, half_columns, kept = ([x for x in some if x is not None] for some in parts)
         if not rows:
             return None
-        return cls(BlockRows(*rows), BlockColumns(*columns) if columns else None, RealRows(*kept) if kept else None)
+        return cls(
+            BlockRows(*rows),
+            BlockColumns(*columns) if columns else None,
+            RealRows(*kept) if kept else None,
+            half_columns=BlockColumns(*half_columns) if half_columns else None,
+        )
+
+
+NUM_FLAT = len(BlockRows._fields) + 2 * len(BlockColumns._fields)

@@ -144,8 +144,9 @@ class AttentionSpec(NamedTuple):
 
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
-    blocks of queries in an order that a search has found. A third, ``half_blocks``, says that the block mask is made of
-    blocks of 64. ``selection_block``: keys of a block that queries select; 0 if they select none.
+    blocks of queries in an order that a search has found. ``half_blocks`` says that the block mask is made of
+    blocks of 64 queries or keys, and ``half_columns`` of 64 keys. ``selection_block``: keys of a block that queries
+    select; 0 if they select none.
     """
 
     dtype: torch.dtype
@@ -169,6 +170,7 @@ class AttentionSpec(NamedTuple):
     low_contention: bool = False
     has_m_block_order: bool = False
     half_blocks: bool = False
+    half_columns: bool = False
     selection_block: int = 0
     wide: bool = False
     precise_gradients: bool = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.block_tables import NUM_FLAT, BlockTables
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask, Plan, known_of_block_mask
@@ -23,6 +23,7 @@ TENSORS = (
     # BlockTables.flat() and RealRows
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, "
     "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order, "
+    "Tensor? half_spans, Tensor? half_entries, Tensor? half_contributors, Tensor? half_order, "
     "Tensor? real_q, Tensor? real_k, Tensor? selected"
 )
 # ``flat_options``
@@ -32,9 +33,9 @@ OPTIONS = (
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
-    "SymInt selection_block, " + OPTIONS.format(backend="str backend")
+    "bool half_columns, SymInt selection_block, " + OPTIONS.format(backend="str backend")
 )
-_NUM_TABLES = NUM_TENSORS + 7  # and with a block mask's rows and columns
+_NUM_TABLES = NUM_TENSORS + NUM_FLAT  # and with a block mask's rows and columns
 _NUM_REAL = _NUM_TABLES + 2  # and with its real rows
 NUM_ALL_TENSORS = _NUM_REAL + 1  # and with selected blocks
 _NUM_INPUTS = NUM_ALL_TENSORS + 2  # and with both bounds

@@ -27,6 +27,7 @@ class KnownOfBlockMask(NamedTuple):
     low_contention: bool
     has_m_block_order: bool
     half_blocks: bool
+    half_columns: bool
     selection_block: int
 
 
@@ -114,4 +115,4 @@ def spec_of(call: AttentionCall, inputs: AttentionInputs) -> AttentionSpec:
 
 def known_of_block_mask(x: BlockMask | AttentionSpec) -> KnownOfBlockMask:
     """Facts about a block mask, or of the spec of a call with one."""
-    return KnownOfBlockMask(x.low_contention, x.has_m_block_order, x.half_blocks, x.selection_block)
+    return KnownOfBlockMask(x.low_contention, x.has_m_block_order, x.half_blocks, x.half_columns, x.selection_block)

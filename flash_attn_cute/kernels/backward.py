@@ -16,6 +16,7 @@ class BackwardSizes:
     """The workspace of a pass: what is in it, and how much of it."""
 
     ctas_a_tile: ClassVar[int]
+    ctas_an_sm: ClassVar[int] = 1  # that are there at a time
     fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
     persistent: ClassVar[bool] = True  # whether a CTA, or a cluster, takes one tile after the other

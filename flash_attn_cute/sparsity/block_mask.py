@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.block_tables import BlockColumns, BlockRows, BlockTables
+from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity import column_tables, mask_arguments, row_tables
 from flash_attn_cute.sparsity.bits import TILE
@@ -158,6 +158,11 @@ class BlockMask:
     def half_blocks(self) -> bool:
         """Whether it is made of blocks of 64: Hopper's forward kernel up to d = 128 then takes 64 x 64 scores each."""
         return self._node.half_blocks
+
+    @property
+    def half_columns(self) -> bool:
+        """Whether it is made of blocks of 64 keys: Hopper's backward kernel up to d = 128 then has tiles of 64 keys."""
+        return self._node.half_columns
 
     @property
     def selection_block(self) -> int:
@@ -558,7 +563,8 @@ class BlockMask:
             self.selected()
         elif tables or not self._does_without_tables:
             made = self.tables(where, backward=True)
-            read += [made.rows.entries, made.rows.tiles, made.columns and made.columns.entries]
+            columns = [x.entries for x in (made.columns, made.half_columns) if x is not None]
+            read += [made.rows.entries, made.rows.tiles, *columns]
         for x in read:
             if x is not None:  # their sizes differ from mask to mask, and shall compile nothing anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -664,7 +670,7 @@ class BlockMask:
         if there is None:
             node.use(checked=False)
         tables = BlockTables(node.rows(), None, node.real) if there is None else there.get()
-        return tables._replace(columns=self._columns(tables.rows)[0]) if backward else tables
+        return self._with_columns(tables)[0] if backward else tables
 
     def _made(self, device: torch.device, backward: bool) -> BlockTables:
         """Finds the kept tables, or makes and keeps them."""
@@ -679,22 +685,26 @@ class BlockMask:
 
         def with_columns() -> BlockTables:
             tables = kept.made(self._rows, device, device, without_columns)
-            columns, contention = self._columns(tables.rows)
+            tables, contention = self._with_columns(tables)
             if contention is not None:  # before other threads can find the tables
                 object.__setattr__(self, "_contention", contention)
-            return tables._replace(columns=columns)
+            return tables
 
         if backward:
             return kept.made(self._tables, device, device, with_columns)
         return kept.made(self._rows, device, device, without_columns)
 
-    def _columns(self, rows: BlockRows) -> tuple[BlockColumns, _Contention | None]:
-        """Makes the columns of rows; returns also what a search has found, if there was one."""
+    def _with_columns(self, tables: BlockTables) -> tuple[BlockTables, _Contention | None]:
+        """Makes the columns of tables of rows; returns also what a search has found, if there was one."""
         if self._sources is not None and isinstance(self._order, Tensor):
             self._sources.use({"order": [self._order]})
-        order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, self.sizes, self._group)
+        rows, sizes = tables.rows, self.sizes
+        order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, sizes, self._group)
         contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
-        return column_tables.columns(rows, order, self.sizes, m_block_order), contention
+        columns, halves = column_tables.columns(rows, order, sizes, m_block_order), None
+        if self.half_columns:
+            halves = column_tables.half_columns(rows, order, sizes, m_block_order)
+        return tables._replace(columns=columns, half_columns=halves), contention
 
     def _any_tables(self) -> BlockTables:
         """Tables on a device that has some already, if any."""

@@ -84,16 +84,7 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: 
     by_half = by_half.T.reshape(sizes.batch, sizes.heads, 2 * blocks_q)
     contributors = by_half[..., : -(-sizes.seqlen_q // HALF)].contiguous()
 
-    # A stable sort: query blocks ascend within a column as they do among the rows.
-    num_columns = sizes.batch * sizes.heads * blocks_k
-    column = torch.where(is_used, column, num_columns)
-    if m_block_order is None:
-        column, by_column = column.sort(stable=True)
-    else:
-        position = m_block_order.flatten().index_select(0, row * blocks_k + block * is_used)
-        by_column = (column.long() * (blocks_q + 1) + position).argsort()
-        column = column[by_column]
-    edges = torch.searchsorted(column, torch.arange(num_columns + 1, dtype=torch.int32, device=device))
+    edges, by_column = _sorted_by_column(row, column, block, is_used, sizes, m_block_order)
     m = row % max(blocks_q, 1)
     whole = torch.stack((m, code, turn[2]), 1)[by_column]
     half = torch.arange(2, dtype=torch.int32, device=device)
@@ -101,16 +92,89 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: 
         by_column
     ]  # (entries, 2, 3)
 
-    # Empty halves are left out: each of the others goes behind those before it.
     visible = adds[:2].T[by_column].flatten()
-    before = _counts_before(visible)
-    entries = halves.new_zeros(3 * len(row) + 1, 3)  # the last one takes what is left out
-    entries.index_copy_(0, torch.where(visible, before[:-1], 3 * len(row)).long(), halves.flatten(0, 1))
-    entries[2 * len(row) : -1] = whole
+    entries, before = _without_empty(halves.flatten(0, 1), visible)
+    entries = torch.cat((entries, whole))
     ends = torch.stack((before[2 * edges], edges + 2 * len(row)))
     spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
     spans = spans.view(2, sizes.batch, sizes.heads, blocks_k, 2)
-    return BlockColumns(spans, entries[:-1], contributors, last_first(blocks_k, device) if order is None else order)
+    return BlockColumns(spans, entries, contributors, last_first(blocks_k, device) if order is None else order)
+
+
+def half_columns(
+    rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: Tensor | None = None
+) -> BlockColumns:
+    """Makes the columns of blocks of 64 keys, and of 64 queries; arguments are those of ``columns``.
+
+    A block of 128 is launched as its second half, then its first one, so that last keys come first in either size.
+    """
+    blocks_q, blocks_k, device = sizes.blocks_q, sizes.blocks_k, rows.spans.device
+    start, count = rows.spans.flatten(0, 2).unbind(1)
+    row, is_used = owners(rows)
+    block, code = rows.entries.unbind(1)
+    kinds = _kinds_of_quarters(rows)
+    adds = (kinds != EMPTY) & is_used[:, None, None]
+    half = torch.arange(2, dtype=torch.int32, device=device)
+
+    # An entry has two places in its row, one for each half of its keys.
+    column = row // max(blocks_q, 1) * blocks_k + block * is_used
+    places = _reverse_launch_order(order, row, column, is_used, sizes)
+    if places is not None:
+        places = (2 * places[:, None] + half).flatten()
+    by_place = adds.transpose(0, 1).flatten(1)
+    turn, by_half = _turns(by_place, row.repeat_interleave(2), 2 * start, 2 * (start + count), places)
+    turn = turn.unflatten(1, (-1, 2))  # (half of the queries, entry, half of the keys)
+    by_half = by_half.T.reshape(sizes.batch, sizes.heads, 2 * blocks_q)
+    contributors = by_half[..., : -(-sizes.seqlen_q // HALF)].contiguous()
+
+    edges, by_column = _sorted_by_column(row, column, block, is_used, sizes, m_block_order)
+    m = 2 * (row % max(blocks_q, 1))[:, None] + half
+    halves = torch.stack(
+        (
+            m.expand(2, -1, -1),
+            code[:, None, None].masked_fill(kinds == FULL, FULL_CODE).permute(2, 0, 1),
+            turn.permute(2, 1, 0),
+        ),
+        3,
+    )[:, by_column]  # (half of the keys, entry, half of the queries, 3)
+    visible = adds.permute(2, 0, 1)[:, by_column].flatten()
+    entries, before = _without_empty(halves.flatten(0, 2), visible)
+    ends = before[2 * (edges + len(row) * half[:, None])]
+    spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
+    spans = spans.view(2, sizes.batch, sizes.heads, blocks_k, 2).permute(1, 2, 3, 0, 4).flatten(2, 3)
+    num = -(-sizes.seqlen_k // HALF)
+    order = last_first(blocks_k, device) if order is None else order
+    order = torch.stack((2 * order + 1, 2 * order), -1).flatten(-2)
+    is_none = (order >= num).to(torch.int8)  # a second half behind the last key goes to the end, and is left out
+    order = order.gather(-1, is_none.argsort(stable=True, dim=-1))[..., :num].contiguous()
+    return BlockColumns(spans[None, :, :, :num].contiguous(), entries, contributors, order)
+
+
+def _sorted_by_column(
+    row: Tensor, column: Tensor, block: Tensor, is_used: Tensor, sizes: Sizes, m_block_order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Where each column begins and the last one ends, (columns + 1,), and which entry stands where: (entries,).
+
+    A stable sort: query blocks ascend within a column as they do among the rows. Unused entries come last.
+    """
+    num_columns = sizes.batch * sizes.heads * sizes.blocks_k
+    column = torch.where(is_used, column, num_columns)
+    if m_block_order is None:
+        column, by_column = column.sort(stable=True)
+    else:
+        position = m_block_order.flatten().index_select(0, row * sizes.blocks_k + block * is_used)
+        by_column = (column.long() * (sizes.blocks_q + 1) + position).argsort()
+        column = column[by_column]
+    edges = torch.searchsorted(column, torch.arange(num_columns + 1, dtype=torch.int32, device=row.device))
+    return edges, by_column
+
+
+def _without_empty(entries: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries (n, 3) of which each visible one goes behind those before it; and their counts before each place."""
+    before = _counts_before(visible)
+    found = entries.new_zeros(len(entries) + 1, 3)  # the last one takes what is left out
+    found.index_copy_(0, torch.where(visible, before[:-1], len(entries)).long(), entries)
+    return found[:-1], before
 
 
 def m_block_order_of(tables: BlockTables, sizes: Sizes) -> Tensor:
@@ -176,6 +240,14 @@ def _kinds_of_halves(rows: BlockRows) -> Tensor:
     words = rows.tiles.view(-1, 2, HALF * bits.WORDS)
     of_tile = (words != 0).any(2).to(torch.int8) + (words == -1).all(2)
     of_tile = torch.cat((of_tile.new_full((1, 2), FULL), of_tile))  # FULL_CODE is -1
+    return of_tile.index_select(0, rows.entries[:, 1] + 1)
+
+
+def _kinds_of_quarters(rows: BlockRows) -> Tensor:
+    """Kinds of the quarters of each entry: (entries, half of the queries, half of the keys), int8."""
+    words = rows.tiles.view(-1, 2, HALF, 2, bits.WORDS // 2)
+    of_tile = (words != 0).any(4).any(2).to(torch.int8) + (words == -1).all(4).all(2)
+    of_tile = torch.cat((of_tile.new_full((1, 2, 2), FULL), of_tile))  # FULL_CODE is -1
     return of_tile.index_select(0, rows.entries[:, 1] + 1)
 
 

@@ -113,6 +113,11 @@ class Indices(Node):
         return (torch.arange(HALF, device=self.lengths.device) < self.lengths[..., None]).flatten(1)
 
     @property
+    def half_columns(self) -> bool:
+        """Whether blocks have 64 keys, and no query block attends to more than half of them."""
+        return self.half_blocks and self.block_k == HALF and 2 * self.indices.shape[3] <= self.blocks_k
+
+    @property
     def blocks_k(self) -> int:
         """Number of key blocks of the size that the indices count."""
         return -(-self.sizes.seqlen_k // self.block_k)

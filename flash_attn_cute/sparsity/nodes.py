@@ -122,6 +122,14 @@ class Node:
         return False
 
     @property
+    def half_columns(self) -> bool:
+        """Whether it is made of blocks of 64 keys, so that each half of a block's keys has queries of its own.
+
+        False where it is known without the device that so many are visible that blocks of 128 are faster.
+        """
+        return False
+
+    @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of no document, (batch, rows) bool each; None if the mask has no documents."""
         return None
@@ -311,6 +319,10 @@ class BlockMap(Node):
         sizes = self.block_q, self.block_k
         return any(size % TILE for size in sizes) and not any(size % bits.HALF for size in sizes)
 
+    @property
+    def half_columns(self) -> bool:
+        return self.half_blocks and self.block_k % TILE > 0
+
     def kinds(self, blocks: Blocks) -> Tensor:
         """Classifies a block of 128 x 128 by the blocks of the map that it meets."""
         b, h = blocks.entry_and_head(self)
@@ -461,6 +473,11 @@ class Combination(Node):
     def half_blocks(self) -> bool:
         """Whether either expression is made of blocks of 64."""
         return self.a.half_blocks or self.b.half_blocks
+
+    @property
+    def half_columns(self) -> bool:
+        """Whether either expression is made of blocks of 64 keys."""
+        return self.a.half_columns or self.b.half_columns
 
     @property
     def batch(self) -> int:

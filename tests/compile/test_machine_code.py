@@ -12,6 +12,7 @@ from flash_attn_cute.kernels.sm90.config import (
     BackwardClusterConfig,
     BackwardConfig,
     BackwardCtaConfig,
+    BackwardHalfBlocksConfig,
     BiasGradientConfig,
     ForwardConfig,
     backward_config,
@@ -204,6 +205,38 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"\bLDG\.E\.128", sass)) == of_dQ + sums * 64 // 128 // 4
     assert not re.search(r"\bLDG\S*CONSTANT", sass)
     check_before_and_after(kernels, zeroes=not chosen.in_order and not chosen.zeroes_sums, num_after=0)
+
+
+_OF_HALF_BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": True},
+    "grouped": {"grouped": True},
+    "wide": {"wide": True},
+    "deterministic": {"deterministic": True, "dlse": True},
+    "everything": {"deterministic": True, "softcap": True, "grouped": True},
+}
+OF_HALF_BLOCKS = {
+    f"d{d}-{name}": {"tile_d": d, **options} for d in (64, 96, 128) for name, options in _OF_HALF_BLOCKS.items()
+}
+# Bytes that a thread spills at the most: of warp 0, which keeps where it is in a list, and behind a softcap at d = 128.
+SPILLED = 40
+
+
+@pytest.mark.parametrize("options", tiered(OF_HALF_BLOCKS, "d128-plain", values=True))
+def test_backward_of_half_blocks(options: dict[str, Any], tmp_path: Path) -> None:
+    """Five products a step, none serialised; additions by TMA."""
+    chosen = backward(block_mask=True, half_columns=True, **options)
+    assert isinstance(chosen, BackwardHalfBlocksConfig)
+    kernels = machine_code(chosen, tmp_path, SPILLED * (chosen.features.deterministic or chosen.features.softcap))
+    (sass,) = kernels["BackwardHalfBlocks"]
+    columns, blocks = chosen.tile_d // 16, chosen.tile_m // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 3 * blocks
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 5 + 5  # a fence each, and waits
+    assert "UTMALDG" in sass
+    assert ("UTMASTG" in sass) != chosen.features.wide
+    assert "UBLKRED.G.S.ADD.F32" in sass
+    assert ("UBLKRED.G.S.ADD.S32" in sass) == chosen.fixed_point
+    check_before_and_after(kernels, zeroes=True, num_after=0)
 
 
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.dq_order.turns import write_order
 from flash_attn_cute.sparsity import bits, row_tables
+from flash_attn_cute.sparsity.bits import HALF
 from tests.lib.masks import (
     KINDS,
     TILE,
@@ -112,14 +114,16 @@ def test_batch_of_nothing() -> None:
     assert spelled_out(tables_of(mask), 200, 200).shape == (0, 1, 200, 200)
 
 
-def columns_of(made: Made, launch: Tensor, block_q: int) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+def columns_of(
+    made: Made, launch: Tensor, block_q: int, block_k: int = TILE
+) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
     """Expected entries of columns, from all scores: query block, 1 if it is full, and turn."""
     shown = made.shown
     batch, heads, seqlen_q, seqlen_k = shown.shape
-    blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // TILE)
-    whole = torch.zeros(batch, heads, blocks_q * block_q, blocks_k * TILE, dtype=torch.bool)
+    blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    whole = torch.zeros(batch, heads, blocks_q * block_q, blocks_k * block_k, dtype=torch.bool)
     whole[:, :, :seqlen_q, :seqlen_k] = shown
-    blocks = whole.unflatten(3, (blocks_k, TILE)).unflatten(2, (blocks_q, block_q))
+    blocks = whole.unflatten(3, (blocks_k, block_k)).unflatten(2, (blocks_q, block_q))
     visible, full = blocks.any(5).any(3), blocks.all(5).all(3)
     turns = write_order(visible, launch)
     expected: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
@@ -149,7 +153,7 @@ def test_columns_and_turns(seed: int) -> None:
     tables = tables_of(mask)
     assert tables.columns is not None
     assert {x.dtype for x in tables.columns} == {torch.int32}
-    assert all(x is not None and x.is_contiguous() for x in tables.flat())
+    assert all(x.is_contiguous() for x in (*tables.rows, *tables.columns))
     if tables.real is not None:  # nothing that is shown is padding
         for real, sees in zip(tables.real, (shown.any(3), shown.any(2)), strict=True):
             assert real.shape == (mask.batch, sees.shape[2])
@@ -180,13 +184,56 @@ def test_columns_and_turns(seed: int) -> None:
     assert torch.equal(rows, adding)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_columns_of_half_blocks(seed: int) -> None:
+    """Blocks of 64 keys; of a block of 128 the second half is launched first."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, heads = rng.choice([(1, 1), (2, 1), (1, 4), (2, 4)])
+    seqlen_q, seqlen_k, share = rng.choice(LENGTHS), rng.choice(LENGTHS), rng.choice([0.1, 0.4, 1.0])
+    blocks_q, blocks_k = -(-seqlen_q // HALF), -(-seqlen_k // HALF)
+    visible = torch.rand(batch, heads, blocks_q, blocks_k) < share
+    mask = BlockMask.from_blocks(visible, HALF, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    shown = spread(visible, HALF, HALF, seqlen_q, seqlen_k)
+    if seed % 2:
+        mask = mask & BlockMask.causal(seqlen_q, seqlen_k)
+        shown = shown & torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+    launch = torch.arange(mask.sizes.blocks_k - 1, -1, -1)
+    if seed % 3 == 0:
+        launch = torch.rand(1, heads, mask.sizes.blocks_k).argsort(-1)
+        mask = mask.with_order(launch.int())
+    launch = torch.stack((2 * launch + 1, 2 * launch), -1).flatten(-2)
+    kept = launch[launch < blocks_k].view(*launch.shape[:-1], blocks_k)
+    tables = tables_of(mask)
+    halves = tables.half_columns
+    assert halves is not None
+    assert all(x.is_contiguous() and x.dtype == torch.int32 for x in halves)
+    assert torch.equal(halves.order.expand(1, heads, -1), kept.int().expand(1, heads, -1))
+    adding = torch.zeros_like(halves.contributors)
+    for (b, h, n), expected in columns_of(Made(mask, shown), kept, HALF, HALF).items():
+        start, count = halves.spans[0, b, h, n].tolist()
+        found = halves.entries[start : start + count].tolist()
+        assert [(m, int(code == -1), turn) for m, code, turn in found] == expected
+        for m, code, _ in found:
+            adding[b, h, m] += 1
+            if code >= 0:
+                first = m * HALF % TILE, n * HALF % TILE
+                part = bits_of(tables.rows.tiles[code])[first[0] : first[0] + HALF, first[1] : first[1] + HALF]
+                real = shown[b, h, m * HALF : (m + 1) * HALF, n * HALF : (n + 1) * HALF]
+                assert torch.equal(part[: real.shape[0], : real.shape[1]], real)
+    assert torch.equal(halves.contributors, adding)
+
+
 def equal_tables(*masks: BlockMask) -> bool:
-    first, *others = (tables_of(mask).flat() for mask in masks)
-    return all(
-        x is not None and y is not None and torch.equal(x, y)
-        for other in others
-        for x, y in zip(first, other, strict=True)
-    )
+    """Whether rows and columns are equal; constructors decide whether there are half columns beside them."""
+    first, *others = (tables_of(mask)._replace(half_columns=None) for mask in masks)
+    return all(are_equal(first, other) for other in others)
+
+
+def are_equal(one: BlockTables, other: BlockTables) -> bool:
+    """Whether all tables are equal, and the same ones are there."""
+    pairs = zip(one.flat(), other.flat(), strict=True)
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (256, 640), (515, 200)])
@@ -282,8 +329,7 @@ def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for mask, tables in zip(masks, whole, strict=True):
         mask._rows.clear()
         mask._tables.clear()
-        again = tables_of(mask).flat()
-        assert all(torch.equal(a, b) for a, b in zip(tables.flat(), again, strict=True))  # type: ignore[arg-type]
+        assert are_equal(tables, tables_of(mask))
 
 
 class Operators(torch.utils._python_dispatch.TorchDispatchMode):

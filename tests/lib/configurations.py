@@ -74,6 +74,12 @@ DESCRIBED: dict[str, Any] = {
     "sm90-backward-fixed-point": sm90.backward_config(
         "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
     ),
+    "sm90-backward-half-blocks": sm90.backward_config(
+        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True)
+    ),
+    "sm90-backward-half-blocks-fixed-point": sm90.backward_config(
+        "float16", 64, 64, Features(block_mask=True, half_columns=True, deterministic=True)
+    ),
     "sm90-backward-cluster": sm90.backward_config("bfloat16", 192, 128, Features(right=True)),
     "sm90-backward-cluster-ordered": sm90.backward_config("bfloat16", 256, 256, Features(**BACKWARD_EVERYTHING)),
     "sm90-bias-gradient": sm90.bias_gradient_config("bfloat16", 64, 64, Features(bias=True)),

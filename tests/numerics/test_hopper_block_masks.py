@@ -145,7 +145,7 @@ def half_blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[in
 @needs_kernels
 @pytest.mark.parametrize("options", HALF_BLOCKS.values(), ids=HALF_BLOCKS)
 def test_blocks_of_64(options: dict[str, Any], fuzz_seconds: float) -> None:
-    """Each warpgroup goes over half blocks of its own, also where some kernel takes whole blocks instead."""
+    """Warpgroups and CTAs go over half blocks of their own, also where some kernel takes whole blocks instead."""
     for count, rng in draws(f"half blocks {options}", 4 * fuzz_seconds):
         torch.manual_seed(count)
         batch, seqlen_q, seqlen_k = rng.randint(1, 2), rng.choice(LENGTHS), rng.choice((*LENGTHS, 1100))
@@ -169,6 +169,48 @@ def test_blocks_of_64_give_the_same_bits(repetitions: int) -> None:
         return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
 
     assert not differing(forward(), forward, repetitions)
+    out, dout = run(call, deterministic=True, backend="sm90"), torch.randn_like(call.q)
+
+    def backward() -> dict[str, Tensor]:
+        inputs = call.q, call.k, call.v
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout, retain_graph=True), strict=True))
+
+    assert not differing(backward(), backward, repetitions)
+
+
+@needs_kernels
+def test_64_keys_without_queries() -> None:
+    """Their dK and dV are zero, and what stands in them reaches nothing, though others of their 128 keys are seen."""
+    visible = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.5
+    visible[..., 4], visible[..., 7], visible[:, :, 3] = False, False, False
+    mask = BlockMask.from_blocks(visible.cuda(), 64, seqlen_q=560, seqlen_k=530)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "head_dim": 128, "device": "cuda"}
+    call = replace(random_call([560], [530], packed=False, **given), block_mask=mask)
+    for x in (call.k, call.v):
+        x.data[:, 256:320] = torch.nan
+        x.data[:, 448:512] = torch.inf
+    for deterministic in (False, True):
+        out = run(call, deterministic=deterministic, backend="sm90")
+        dout = torch.randn_like(out)
+        dout[:, 192:256] = torch.nan
+        dq, dk, dv = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
+        assert (dq[:, 192:256] == 0).all()
+        assert all((x[:, keys] == 0).all() for x in (dk, dv) for keys in (slice(256, 320), slice(448, 512)))
+
+
+@needs_kernels
+def test_blocks_of_64_with_outliers() -> None:
+    """Heads with outliers are summed in float32, in turns, which halves of a block of keys take one after the other."""
+    visible = torch.rand(1, 4, 20, 20, generator=torch.Generator().manual_seed(2)) < 0.3
+    mask = BlockMask.from_blocks(visible.cuda(), 64)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 4, "head_dim": 128, "device": "cuda"}
+    call = random_call([1280], [1280], packed=False, **given)
+    shown = spread(visible, 64, 64, 1280, 1280).cuda()
+    call.k.data[:, ::97, :2, 5] *= 1e4  # of two heads
+    call.v.data[:, ::89, :2, 3] *= 1e4
+    call.q.data[..., 5] = 0
+    assert_matches_oracle(replace(call, block_mask=mask, shown=shown), deterministic=True, backend="sm90")
 
 
 def test_which_kernel_blocks_of_64_get() -> None:
@@ -177,22 +219,28 @@ def test_which_kernel_blocks_of_64_get() -> None:
     indices = visible.int().argsort(-1)[..., :3]
     of_64, of_128 = BlockMask.from_blocks(visible, 64), BlockMask.from_blocks(visible[..., :4, :4], 128)
     bias = torch.zeros(512, 512, dtype=torch.bfloat16)
-    cases: list[tuple[BlockMask, dict[str, Any], bool]] = [
-        (of_64, {}, True),
-        (of_64 & BlockMask.causal(512, 512), {"softcap": 2.0}, True),
-        (BlockMask.from_indices(indices, block=64, seqlen_k=512), {}, True),
-        (BlockMask.from_indices(indices[:, :, :4], block=(128, 64), seqlen_k=512), {}, True),
-        (of_64, {"bias": bias}, False),
-        (of_64, {"causal": True}, False),
-        (of_128, {}, False),
-        (BlockMask.from_indices(indices[:, :, :4, :1], seqlen_k=512), {}, False),
-        (BlockMask.from_blocks(visible[..., :5, :5], 100, seqlen_q=500, seqlen_k=500), {}, False),
+    cases: list[tuple[BlockMask, dict[str, Any], bool, bool]] = [
+        (of_64, {}, True, True),
+        (of_64, {"deterministic": True}, True, True),
+        (of_64 & BlockMask.causal(512, 512), {"softcap": 2.0}, True, True),
+        (BlockMask.from_indices(indices, block=64, seqlen_k=512), {}, True, True),
+        (BlockMask.from_indices(visible.int().argsort(-1)[..., :5], block=64, seqlen_k=512), {}, True, False),
+        (BlockMask.from_indices(indices[:, :, :4], block=(128, 64), seqlen_k=512), {}, True, True),
+        (BlockMask.from_indices(indices[..., :2] // 2, block=(64, 128), seqlen_k=512), {}, True, False),
+        (of_64, {"bias": bias}, False, False),
+        (of_64, {"causal": True}, False, False),
+        (of_128, {}, False, False),
+        (BlockMask.from_indices(indices[:, :, :4, :1], seqlen_k=512), {}, False, False),
+        (BlockMask.from_blocks(visible[..., :5, :5], 100, seqlen_q=500, seqlen_k=500), {}, False, False),
     ]
-    for mask, options, expected in cases:
+    for mask, options, forward, backward in cases:
         x = q[:, : mask.seqlen_q]
         explained = explain(x, x, x, block_mask=mask, gpu="sm90", **options)
         assert explained.forward is not None
-        assert explained.forward.config.features.half_blocks == expected
+        assert explained.backward is not None
+        assert explained.forward.config.features.half_blocks == forward
+        assert explained.backward.config.features.half_columns == backward
+        assert (explained.backward.config.tile_n == 64) == backward
 
 
 @needs_kernels

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn_cute import flash_attn_func
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.block_tables import NUM_FLAT
 from flash_attn_cute.calls import dispatch, flat_call, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
@@ -380,7 +381,7 @@ def test_call_fields() -> None:
     *tensors, max_seqlen_q, max_seqlen_k, block_mask, selected = AttentionInputs._fields
     assert (block_mask, selected) == ("block_mask", "selected")
     assert tuple(tensors) == AttentionCall._fields[:NUM_TENSORS]
-    tables = names[len(tensors) : len(tensors) + 9]
+    tables = names[len(tensors) : len(tensors) + NUM_FLAT + 2]
     numbers = (max_seqlen_q, max_seqlen_k, *KnownOfBlockMask._fields, *Options._fields)
     assert tuple(names) == (*tensors, *tables, selected, *numbers, "backend", "any_scale", "any_softcap")
     names = [argument.name for argument in torch.ops.flash_attn_cute.backward.default._schema.arguments]

@@ -555,7 +555,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     tables = inputs.block_mask
     if tables is None:
         return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
-    columns = tables.columns
+    columns = tables.half_columns if config.tile_n == HALF else tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
     is_half = config.tile_m == HALF
     return {

@@ -118,6 +118,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         half_blocks=spec.half_blocks,
+        half_columns=spec.half_columns,
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,

@@ -19,8 +19,8 @@ def set_registers(count: int, threads: int) -> None:
 
     Args:
         count: registers a thread: a multiple of 8.
-        threads: of the CTA, which has an SM alone (``min_blocks_per_mp=1``), so that the assembler shares all registers
-            out to them.
+        threads: of all CTAs that an SM is to have at a time (``min_blocks_per_mp``), to which the assembler shares all
+            its registers out.
     """
     at_launch = _REGISTERS // threads // 8 * 8
     change = cute.arch.setmaxregister_decrease if count < at_launch else cute.arch.setmaxregister_increase

@@ -28,7 +28,7 @@ class BackwardKernel:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches a CTA, or a cluster, for each SM or, if the kernel is not persistent, for each tile."""
+        """Launches as many CTAs, or clusters, as SMs have room for or, if the kernel is not persistent, one a tile."""
         c, ctas = self.config, self.config.ctas_a_tile
         mdK, mdV = (rows_first(x, c.features.packed) for x in (a.mdK, a.mdV))
         self.Storage = self.memory.struct()
@@ -36,13 +36,14 @@ class BackwardKernel:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         clusters = num_key_tiles(c, a)
         if const_expr(c.persistent):
-            clusters = cutlass.min(clusters, a.numbers.num_sms // ctas)
+            clusters = cutlass.min(clusters, c.ctas_an_sm * a.numbers.num_sms // ctas)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
             grid=[ctas * clusters, 1, 1],
             block=[self.schedule.threads, 1, 1],
             cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=c.ctas_an_sm,
+            preferred_smem_carveout=100 if const_expr(c.ctas_an_sm > 1) else None,  # or the compiler asks a GPU
         )
 
     def mmas(self) -> Any:

@@ -138,6 +138,8 @@ class KeyRanges:
         """Whether any query of any head sees the tile's nth key: 1 or 0."""
         c, length = self.config, a.mK.shape[1]
         group, parts, key = a.mQ.shape[2] // a.mK.shape[2], BLOCK // c.tile_m, block * c.tile_n + nth
+        if const_expr(c.tile_n < BLOCK):  # bits are of whole blocks
+            nth = key % BLOCK
         start, stop, seen = Int32(0), a.mQ.shape[1], Int32(0)
         if const_expr(c.features.intervals):
             place = 2 * (Int64(batch) * length + cutlass.min(key, length - 1))

@@ -540,8 +540,15 @@ def backward_config(
     # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
     # all would be known too early, and spill.
     is_uniform = features.uniform_bias and not features.softcap
-    features = replace(features.of_pass("backward"), uniform_bias=is_uniform, strided_bias=False, paired_bias=False)
-    return BackwardConfig(target=target, dtype=dtype, features=replace(features, deterministic=True), **tile)
+    features = replace(
+        features.of_pass("backward"),
+        uniform_bias=is_uniform,
+        strided_bias=False,
+        paired_bias=False,
+        half_columns=False,
+        deterministic=True,
+    )
+    return BackwardConfig(target=target, dtype=dtype, features=features, **tile)
 
 
 class BiasGradientRegisters(NamedTuple):

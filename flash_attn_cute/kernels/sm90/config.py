@@ -345,6 +345,39 @@ class BackwardCtaConfig(BackwardConfig):
         return self.in_order and REVERSES_LAST.fits(self.features)
 
 
+@dataclass(frozen=True)
+class BackwardHalfBlocksConfig(BackwardCtaConfig):
+    """Up to d = 128, for block masks of blocks of 64: a tile of 64 keys is the work of one of the two CTAs of an SM."""
+
+    tile_n: ClassVar[int] = BLOCK // 2
+    ctas_an_sm: ClassVar[int] = 2
+
+    @property
+    def k_stages(self) -> int:
+        """See ``BackwardCtaConfig``."""
+        return 1
+
+    @property
+    def do_stages(self) -> int:
+        """Blocks of dO in flight, as many as half of an SM's shared memory has room for."""
+        return 2 if self.tile_d < 128 else 1
+
+    @property
+    def out_stages(self) -> int:
+        """Pieces of results on their way out, likewise."""
+        return 2 if self.tile_d == 64 else 1
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: both tiles of a block have their bits side by side."""
+        return MaskTile(self.tile_m, BLOCK, rows_are_keys=True)
+
+    @property
+    def pieces_dQ(self) -> int:
+        """Pieces in which a block of dQ leaves: no larger than dV or dK, where room is short."""
+        return 1 if self.tile_d == 64 else 2
+
+
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:
     if tile_d == 128 and features.float32_bias and not features.uniform_bias:
         return 0
@@ -387,6 +420,8 @@ _BACKWARD_TILES = (
     _BackwardTile(128, Case(), 64, 16, True),
 )
 
+
+_HALF_BLOCKS = Case("half_columns", without="bias intervals packed")
 
 # Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
 # for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
@@ -487,7 +522,7 @@ def backward_config(
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
     if tile_d > 128:
         # It reads all biases alike, and others compute their gradient.
-        features = replace(features, strided_bias=False, uniform_bias=False, dbias=False)
+        features = replace(features, strided_bias=False, uniform_bias=False, dbias=False, half_columns=False)
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
@@ -502,6 +537,9 @@ def backward_config(
     registers = (40, 232) if is_busy else row.registers
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
+    if _HALF_BLOCKS.fits(features) and (fixed_point or not in_order):
+        return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
+    features = replace(features, half_columns=False)
     return BackwardCtaConfig(
         dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point
     )

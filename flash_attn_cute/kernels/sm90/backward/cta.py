@@ -91,8 +91,10 @@ class _Mmas(NamedTuple):
 class BackwardCtaSm90(BackwardKernel):
     """The backward kernel of one configuration: a persistent CTA an SM."""
 
+    describe = staticmethod(cta_schedule)
+
     def __init__(self, config: BackwardCtaConfig):
-        super().__init__(config, cta_schedule(config), swizzled)
+        super().__init__(config, self.describe(config), swizzled)
         self.warpgroups = config.num_mma_warpgroups
         self.transfers = Transfers(config)
 
@@ -144,7 +146,7 @@ class BackwardCtaSm90(BackwardKernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp_idx < 4:
-            set_registers(producer.registers, schedule.threads)
+            set_registers(producer.registers, c.ctas_an_sm * schedule.threads)
             if warp_idx == 0:
                 self.transfers.producer(a, ws, tma, shared)
             elif warp_idx <= self.warpgroups:
@@ -158,7 +160,7 @@ class BackwardCtaSm90(BackwardKernel):
                     index, _, _ = cute.arch.block_idx()
                     zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:
-            set_registers(mma.registers, schedule.threads)
+            set_registers(mma.registers, c.ctas_an_sm * schedule.threads)
             self.mma(a, ws, mmas, shared, scales)
             rounded = partial(
                 round_block,
@@ -174,6 +176,32 @@ class BackwardCtaSm90(BackwardKernel):
     @cute.jit
     def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:
         """An mma warpgroup: 64 keys of every tile, over all queries that see it."""
+        c, work = self.config, self._work(a, ws, mmas, shared, scales)
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            work.acc_dV.fill(0.0)
+            work.acc_dK.fill(0.0)
+            if const_expr(c.features.grouped and not c.features.listed):
+                for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
+                    tile = shared.reload_tile(c, a, tile_idx)
+                    step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
+            else:  # under a mask a tile's blocks are those of all its heads
+                step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
+            if const_expr(c.features.grouped):
+                self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
+            piece = piece_number(step, tile_idx)
+            if const_expr(c.k_stages == 1):
+                self._finish_dQ(work, step, tile_idx, piece)
+                shared.rings.k.release(tile_idx)  # to warp 0
+                piece += 1
+            self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
+        if const_expr(c.k_stages == 2):
+            self._finish_dQ(work, step, tile_idx - 1, piece_number(step, tile_idx))
+
+    def _work(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> "_Work":
+        """Operands and accumulators of the calling warpgroup."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
@@ -184,7 +212,7 @@ class BackwardCtaSm90(BackwardKernel):
         acc_S = cute.make_rmem_tensor(slices.S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
         rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
-        work = _Work(
+        return _Work(
             arguments=a,
             warpgroup=w,
             thread=thread,
@@ -217,28 +245,6 @@ class BackwardCtaSm90(BackwardKernel):
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
         )
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            work.acc_dV.fill(0.0)
-            work.acc_dK.fill(0.0)
-            if const_expr(c.features.grouped and not c.features.listed):
-                for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
-                    tile = shared.reload_tile(c, a, tile_idx)
-                    step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
-            else:  # under a mask a tile's blocks are those of all its heads
-                step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
-            if const_expr(c.features.grouped):
-                self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
-            piece = piece_number(step, tile_idx)
-            if const_expr(c.k_stages == 1):
-                self._finish_dQ(work, step, tile_idx, piece)
-                shared.rings.k.release(tile_idx)  # to warp 0
-                piece += 1
-            self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
-            shared.tiles.release(tile_idx)  # to warp 0
-            tile_idx += 1
-        if const_expr(c.k_stages == 2):
-            self._finish_dQ(work, step, tile_idx - 1, piece_number(step, tile_idx))
 
     @cute.jit
     def _finish_dQ(self, work: "_Work", step: Int32, tile_idx: Int32, piece: Int32) -> None:
@@ -492,7 +498,7 @@ class BackwardCtaSm90(BackwardKernel):
                 convert(acc, rounded)
                 out.wait_empty(piece + i)  # from warp 1 or 2
                 if is_whole:
-                    write(rounded, mma, shared.sOut[None, None, work.warpgroup], work.thread)
+                    write(rounded, mma, shared.out_tile(work.warpgroup, piece + i), work.thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
                 out.arrive(piece + i)  # to warp 1 or 2
 

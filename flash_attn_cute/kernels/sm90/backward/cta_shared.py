@@ -59,7 +59,12 @@ class Shared(WorkTileBroadcast):
 
     def out(self, warpgroup: Int32) -> Ring:
         """Ring that guards a warpgroup's part of sOut: ``out_1``, or the one behind it."""
-        return Ring(self.rings.out_1.barriers + 2 * warpgroup, 1)
+        stages = self.rings.out_1.stages
+        return Ring(self.rings.out_1.barriers + 2 * stages * warpgroup, stages)
+
+    def out_tile(self, warpgroup: Int32, piece: Int32) -> cute.Tensor:
+        """Place in sOut of dV or dK that a warpgroup puts out as a piece of that number."""
+        return self.sOut[None, None, warpgroup if self.rings.out_1.stages == 1 else self.rings.out_1.stage(piece)]
 
     def publish_step(self, step: Int32, info: StepFields) -> None:
         """Publishes a step's fields, by one thread of warp 0, before it announces Q."""

@@ -177,18 +177,7 @@ class Transfers:
             if const_expr(c.zeroes_sums):
                 added = _Blocks.of(shared.reload_tile(c, a, tile_idx), ws)
             if const_expr(not c.features.wide):
-                tile = shared.reload_tile(c, a, tile_idx)
-                start = tile.first_key + 64 * w
-                stop = cutlass.min(start + 64, tile.k.length)
-                for i, t in enumerate((tma.dV, tma.dK)):
-                    piece = last + i
-                    out.wait_full(piece)  # from warpgroup w
-                    if start < stop and tile.is_last:
-                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                        t.store(shared.sOut[None, None, w], g)
-                        cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    out.release(piece)  # to warpgroup w
+                self._store_dKV(a, tma, shared, out, w, tile_idx, last)
             if const_expr(c.zeroes_sums and c.k_stages == 1):
                 self._signal(a, ws, w, added)
             shared.tiles.release(tile_idx)  # to warp 0
@@ -198,6 +187,30 @@ class Transfers:
                 self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
                 if const_expr(c.zeroes_sums):
                     self._signal(a, ws, w, added)
+
+    @cute.jit
+    def _store_dKV(
+        self,
+        a: BackwardArguments,
+        tma: BackwardTiles,
+        shared: Shared,
+        out: Ring,
+        w: Int32,
+        tile_idx: Int32,
+        piece: Int32,
+    ) -> None:
+        """Stores warpgroup w's dV and dK of a tile, of which ``piece`` is the first to come out of its ring."""
+        tile = shared.reload_tile(self.config, a, tile_idx)
+        start = tile.first_key + 64 * w
+        stop = cutlass.min(start + 64, tile.k.length)
+        for i, t in enumerate((tma.dV, tma.dK)):
+            out.wait_full(piece + i)  # from warpgroup w
+            if start < stop and tile.is_last:
+                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                t.store(shared.out_tile(w, piece + i), g)
+                cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            out.release(piece + i)  # to warpgroup w
 
     @cute.jit
     def zero_sums(self, a: BackwardArguments, ws: Workspace) -> None:

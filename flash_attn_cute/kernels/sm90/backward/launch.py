@@ -13,9 +13,10 @@ from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
+from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
+from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig, BackwardHalfBlocksConfig
 
 
 class BackwardPassSm90:
@@ -37,6 +38,8 @@ class BackwardPassSm90:
                 self.postprocess_keys = [
                     Postprocess(c.tile_n, columns, columns, packed, zero_padding) for columns in (c.tile_d, c.tile_dv)
                 ]
+        elif isinstance(c, BackwardHalfBlocksConfig):
+            self.main = BackwardHalfBlocksSm90(c)
         else:
             self.main = BackwardCtaSm90(c)
 

@@ -1,0 +1,164 @@
+"""Attention backward on Hopper for block masks of blocks of 64, up to d = 128: 64 keys are the work of a CTA.
+
+``half_blocks_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. ``cta`` has 128 keys a CTA, half of which many of a step's 64 queries do not see under such a mask: in a random
+one of 25 % a step computes 1.75 times what is visible. Here a CTA has one mma warpgroup and its 64 keys, and an SM has
+two such CTAs, which know nothing of each other: the products of one run while the other computes P or dS, waits, or
+ends a tile. Lists have blocks of 64 queries that see some of the 64 keys (``BlockTables.half_columns``).
+
+Products are those of ``cta``, but dQ is computed in the step itself, for no other warpgroup has a part in it.
+    S' = K Q'
+    dP' = V dO'        in flight while P' is computed
+    dV += P' dO        in flight while dS' is computed
+    dK += dS' Q        in flight while dS' is written to shared memory
+    dQ = dS K          while dO and Q of the next steps are loaded
+
+Half of an SM's shared memory has room for one K, V and dS. A block of dQ leaves through it in two pieces. All of it is
+in registers where S and dP have been, so dK is complete before dQ is begun: else products would wait for each other.
+
+Sums of dQ have no order, or are in fixed point (``common.fixed_point``). ``cta`` serves other passes in order. A block
+of dQ is added for each 64 keys, and so more often than by ``cta``: these additions are what limits the kernel
+(``benchmarks/notes/block-masks.md``).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.block_lists import bits_of
+from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
+from flash_attn_cute.kernels.common.key_tiles import KeyTile
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90, _Mmas, _Work
+from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm90.backward.half_blocks_schedule import half_blocks_schedule
+from flash_attn_cute.kernels.sm90.backward.half_blocks_transfers import HalfBlocksTransfers, piece_number
+from flash_attn_cute.kernels.sm90.backward.workspace import put
+from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm
+from flash_attn_cute.kernels.sm90.scores import compute_dS, compute_P
+from flash_attn_cute.kernels.sm90.shared import transposed, write
+
+_BARRIER_MMA = 2  # a named barrier of the mma warpgroup; another one is ``cta``'s
+
+
+class BackwardHalfBlocksSm90(BackwardCtaSm90):
+    """The backward kernel of one configuration: two persistent CTAs an SM."""
+
+    config: BackwardHalfBlocksConfig
+    describe = staticmethod(half_blocks_schedule)  # type: ignore[assignment]
+
+    def __init__(self, config: BackwardHalfBlocksConfig):
+        super().__init__(config)
+        self.transfers = HalfBlocksTransfers(config)
+
+    @cute.jit
+    def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:
+        """The mma warpgroup: all steps of every tile."""
+        c, work = self.config, self._work(a, ws, mmas, shared, scales)
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            work.acc_dV.fill(0.0)
+            work.acc_dK.fill(0.0)
+            step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
+            shared.rings.k.release(tile_idx)  # to warp 0
+            if const_expr(c.features.grouped):
+                self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
+            piece = piece_number(c, step, tile_idx)
+            self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
+
+    @cute.jit
+    def _step(
+        self,
+        work: _Work,
+        tile: KeyTile,
+        tile_idx: Int32,
+        n: Int32,
+        step: Int32,
+        nth: Int32 | int,
+        is_first: Boolean,
+        is_last: Boolean,
+    ) -> None:
+        """One block of queries; see ``BackwardCtaSm90``."""
+        shared, rings = work.shared, work.shared.rings
+        q_stage, do_stage = rings.q.stage(step), rings.do.stage(step)
+        if is_first:
+            rings.k.wait_full(tile_idx)  # from warp 0
+            self._read_K(work, tile_idx)
+        rings.q.wait_full(step)  # from warp 0
+        self._read_stats(work, 0, q_stage)
+        self._start_S(work, tile_idx, q_stage)
+        m_block, nth, code = shared.read_scores_step(step)
+        half = tile.first_key // 64 % 2  # of the keys of a block mask's block
+        words = bits_of(work.workspace.mBits, code, half, work.thread)
+        self._read_units(work, q_stage)
+        if is_first:
+            rings.v.wait_full(tile_idx)  # from warp 0
+        rings.do.wait_full(step)  # from warp 0
+        tPrV, tPrdO = work.tPrV[None, None, None, 0], work.tPrdO[None, None, None, do_stage]
+        gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
+        warpgroup.wait_group(1)  # the scores are there
+        compute_P(
+            self.config,
+            work.scores,
+            code >= 0,
+            lambda: self._place(work, tile_idx, nth, m_block),
+            lambda i: self._stats(work, 0, q_stage, i),
+            words=words,
+        )
+        self._read_stats(work, 1, do_stage)
+        gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, do_stage], False)
+        warpgroup.wait_group(1)  # dP is there
+        if is_last:
+            rings.v.release(tile_idx)  # to warp 0
+        rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
+        compute_dS(
+            work.acc_dP,
+            lambda i: cute.local_tile(rW, (4,), (i,)),
+            lambda i: self._stats(work, 1, do_stage, i),
+            work.rdS,
+        )
+        gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, q_stage], False)
+        # No warp of the warpgroup reads dS of the step before any more.
+        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)
+        write(work.rdS, work.mmas.S, shared.sdS[None, None, 0, 0], work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dS is there
+        warpgroup.wait_group(1)  # dV is there
+        rings.do.release(step)  # to warp 0
+        warpgroup.wait_group(0)  # dK is there, or registers would not suffice for dQ
+        rings.q.release(step)  # to warp 0
+        gemm(work.mmas.dQ, work.acc_dQ, work.tQrA[None, None, None, 0, 0], work.tQrB[None, None, None, 0, 0], True)
+        warpgroup.wait_group(0)  # dQ is there
+        self._put_out_dQ(work, piece_number(self.config, step, tile_idx))
+
+    def _operands_of_dQ(self, shared: Shared, w: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Operands of dQ = dS K, (rows, keys, warpgroup, stage) of one each."""
+        return transposed(shared.sdS), transposed(shared.sK)
+
+    @cute.jit
+    def _put_out_dQ(self, work: _Work, piece: Int32) -> None:
+        """Writes dQ to shared memory, in pieces of neighbouring columns, in the order that it has in the workspace."""
+        out = work.shared.out(work.warpgroup)
+        if const_expr(self.config.fixed_point):
+            if work.rUnits[0] != FLOAT32:
+                to_fixed_point(work.acc_dQ, work.rUnits)
+        size = cute.size(work.acc_dQ) // self.config.pieces_dQ
+        for i in cutlass.range_constexpr(self.config.pieces_dQ):
+            acc = cute.make_tensor(work.acc_dQ.iterator + i * size, cute.make_layout(size))
+            place = work.shared.sums + 128 * size * out.stage(piece + i)
+            out.wait_empty(piece + i)  # from warp 1
+            put(acc, cute.make_tensor(place, cute.make_layout(128 * size)), work.thread)
+            self._hand_out(work, piece + i)
+
+    def _read_units(self, work: _Work, stage: Int32) -> None:
+        """Reads the units of this thread's two rows of dQ."""
+        if self.config.fixed_point:
+            row = work.thread // 32 * 16 + work.thread % 32 // 4
+            for i in range(2):
+                work.rUnits[i] = work.shared.stats[row + 8 * i, 2, stage]

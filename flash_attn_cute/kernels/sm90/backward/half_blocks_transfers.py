@@ -1,0 +1,76 @@
+"""Warpgroup 0 of the backward kernel of blocks of 64 (``half_blocks_schedule``): that of ``cta`` but for dQ."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import semaphores
+from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared
+from flash_attn_cute.kernels.common.tma import BackwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared
+from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
+from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
+
+
+class HalfBlocksTransfers(Transfers):
+    """Roles of warpgroup 0: producer, and the warp that stores and adds results."""
+
+    config: BackwardHalfBlocksConfig
+
+    @cute.jit
+    def carry_out(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared, w: Int32) -> None:
+        """Warp 1: to global memory what the warpgroup puts out: dQ of every step, dV and dK of every tile.
+
+        In float32 the warpgroup itself writes these two.
+        """
+        c = self.config
+        step, tile_idx, out = Int32(0), Int32(0), shared.out(w)
+        while shared.has_tile(tile_idx):
+            for _ in cutlass.range(shared.tile(c, a, tile_idx).blocks.num, unroll=1):
+                self._add_pieces(ws, shared, step, piece_number(c, step, tile_idx))
+                step += 1
+            if const_expr(not c.features.wide):
+                self._store_dKV(a, tma, shared, out, w, tile_idx, piece_number(c, step, tile_idx))
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
+
+    @cute.jit
+    def _add_pieces(self, ws: Workspace, shared: Shared, step: Int32, piece: Int32) -> None:
+        """Adds a step's dQ to the workspace."""
+        c, out = self.config, shared.out(Int32(0))
+        size = c.tile_m * c.tile_d // c.pieces_dQ
+        shared.rings.steps.wait_full(step)  # from warp 0
+        block, turn = shared.read_step(step)
+        semaphore = semaphores.at(ws.mSemaphoresQ, 0, 0, block)
+        if const_expr(c.fixed_point):
+            if turn != UNORDERED:
+                semaphores.wait(semaphore, turn)
+                cute.arch.fence_proxy("async.global")  # what others have added comes before what TMA adds
+        for i in cutlass.range_constexpr(c.pieces_dQ):
+            out.wait_full(piece + i)  # from the mma warpgroup
+            part = cute.domain_offset((0, Int64(block), size * i), ws.mdQaccum).iterator.toint()
+            source = shared.sums + size * out.stage(piece + i)
+            with cute.arch.elect_one():
+                if const_expr(not c.fixed_point):
+                    add_from_shared(part, source, 4 * size)
+                elif turn == UNORDERED:
+                    add_integers_from_shared(part, source, 4 * size)
+                else:
+                    add_from_shared(part, source, 4 * size)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            out.release(piece + i)  # to the mma warpgroup
+        cute.arch.cp_async_bulk_wait_group(0)  # all of it has been added
+        with cute.arch.elect_one():
+            semaphores.signal(semaphore)
+
+
+def piece_number(config: BackwardHalfBlocksConfig, step: Int32, tile_idx: Int32) -> Int32:
+    """Number of the next piece that the warpgroup puts out: dQ of a step, or behind a tile's last step dV, then dK.
+
+    Where dV and dK are float32 they are no pieces.
+    """
+    tiles = Int32(0) if config.features.wide else 2 * tile_idx
+    return config.pieces_dQ * step + tiles
