@@ -182,6 +182,7 @@ def what_is_refused() -> None:
             ("bias: expected None", lambda: F.scaled_dot_product_attention(q, q, q, bias)),
             ("dropout_p: expected 0", lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)),
             ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=BlockMask.causal(rows, rows))),
+            ("precise_gradients: expected False", lambda: flash_attn_func(x, x, x, precise_gradients=True)),
             ("k: expected the 10 rows of rank", lambda: flash_attn_func(x, x[:, 1:], x[:, 1:])),
         ]
         for message, call in refused:
