@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.block_tables import NUM_FLAT
+from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from tests.lib.checks import GRADS, bitwise_equal, offsets, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
@@ -36,10 +38,11 @@ def op_arguments(
     left, right = call.window_size
     longest = max(call.q.shape[-3], call.k.shape[-3])
     tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9, selected)
+    tables = [None] * (NUM_FLAT + 2)  # of a block mask, and its real rows
+    extra = (call.learnable_sink, call.mask, call.bias, *tables, selected)
     right = 0 if call.causal else right
     max_logits = any_scale is not None
-    known = (False, False, False, 0 if selected is None else 4)  # of a block mask
+    known = KnownOfBlockMask(False, False, False, False, 0 if selected is None else 4)
     flags = (True, True, False, max_logits)
     numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, *flags)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
