@@ -63,6 +63,9 @@ DENSE = {
     "32/8x128, 8k causal": ["32/8x128 8k causal"],
     "32x64, 8k causal / full": ["32x64 8k causal", "32x64 8k full"],
     "8x256, 8k causal / full": ["8x256 8k causal", "8x256 8k full"],
+    "64/8x128, 2 x 4k causal / full": ["64/8x128 4k causal", "64/8x128 4k full"],
+    "64/8x128, 2 x 8k causal / full": ["64/8x128 8k causal", "64/8x128 8k full"],
+    "64/8x128, 2 x 32k causal / full": ["64/8x128 32k causal", "64/8x128 32k full"],
     "16 uneven documents, causal, 16x128 / 32/8x128 / 32x64": [
         "documents 16x128 causal",
         "documents 32/8x128 causal",
@@ -74,8 +77,9 @@ DENSE = {
 def dense_row(names: list[str]) -> list[str]:
     cells = []
     for suite in ("forward", "backward"):
-        cases = [record(f"{suite}-cuda-bfloat16")[name] for name in names]
-        cells.append(together(rate(case) for case in cases))
+        recorded = record(f"{suite}-cuda-bfloat16")
+        cases = [recorded[name] for name in names if name in recorded]
+        cells.append(together(rate(case) for case in cases) or "-")
         for peer in (FA4, CUDNN):
             cells.append(together(speed(case, peer) for case in cases if peer in case.times) or "-")
     return cells
@@ -258,13 +262,12 @@ def test_the_cost_of_determinism() -> None:
     assert f"it takes {half} to {ten} times as long where 10 to 50 % are visible, and {five} times at 5 %" in page
     dense = record("backward-cuda-bfloat16").items()
     wide, narrow = (
-        {f"{ratio(case, f'{OURS} deterministic'):.2f}" for name, case in dense if ("x256" in name) == is_wide}
+        sorted(f"{ratio(case, f'{OURS} deterministic'):.2f}" for name, case in dense if ("x256" in name) == is_wide)
         for is_wide in (True, False)
     )
-    assert wide == {"1.02"}
-    assert narrow <= {"0.99", "1.00"}
-    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page
-    assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in prose("docs/performance.md")
+    said = f"{narrow[0]} to {narrow[-1]} times as long up to d = 128 and {wide[0]} to {wide[-1]} times above"
+    assert f"Without a mask a deterministic pass takes {said}" in page
+    assert f"There `deterministic=True` takes {said}" in prose("docs/performance.md")
 
 
 PORTABLE = {

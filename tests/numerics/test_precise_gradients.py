@@ -119,7 +119,7 @@ def test_residuals_are_what_rounding_has_lost(dtype: torch.dtype, head_dims: tup
 @on_each_backend
 @pytest.mark.parametrize("bias", [(0, 0, 1), (1, 0, 1)], ids=["a row", "a row a head"])
 def test_gradients_of_bias_and_sink_are_summed_in_float32(backend: str, bias: tuple[int, int, int]) -> None:
-    """In bfloat16 they are those in float32, rounded once, which is an error of 2^-9 at the most."""
+    """In bfloat16 they are those in float32, rounded once, which is an error of 2^-8 at the most."""
     call = call_on(backend, [300] * 3, [300] * 3, packed=False, bias=bias, sink=True, dtype=torch.bfloat16)
     assert call.bias is not None
     assert call.learnable_sink is not None
@@ -131,7 +131,7 @@ def test_gradients_of_bias_and_sink_are_summed_in_float32(backend: str, bias: tu
         )
         found[dtype] = torch.autograd.grad(out, (b, sink), dout)
     for low, exact in zip(found[torch.bfloat16], found[torch.float32], strict=True):
-        assert 0 < (low - exact).norm() < 2.0**-9 * exact.norm()
+        assert 0 < (low - exact).norm() < 2.0**-8 * exact.norm()
 
 
 @on_each_backend
