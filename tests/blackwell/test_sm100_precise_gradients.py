@@ -24,7 +24,7 @@ CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, "d96-packed"))
+@pytest.mark.parametrize("case", tiered(CASES))
 def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     """Against the out in float32 that parts of a call over ranks have."""
     lengths, by_pairs, options = CASES[case]

@@ -79,15 +79,21 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) == (chosen.group == 1 and not chosen.features.wide)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"softcap": True, "sink": True, "max_logits": True}, {"wide": True, "max_logits": True}, {"residual": True}],
-    ids=str,
-)
-@pytest.mark.parametrize("tile_d", [64, 96, 128])
-def test_half_blocks(tile_d: int, options: dict[str, Any], tmp_path: Path) -> None:
+_HALF_BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": True, "sink": True, "max_logits": True},
+    "wide": {"wide": True, "max_logits": True},
+    "residual": {"residual": True},
+}
+HALF_BLOCKS = {
+    f"d{d}-{name}": {"tile_d": d, **options} for d in (64, 96, 128) for name, options in _HALF_BLOCKS.items()
+}
+
+
+@pytest.mark.parametrize("options", tiered(HALF_BLOCKS, "d128-plain", values=True))
+def test_half_blocks(options: dict[str, Any], tmp_path: Path) -> None:
     """Products of the loop, and scores of the first step of the first tile and of the others; none serialised."""
-    chosen = config(tile_d, block_mask=True, half_blocks=True, **options)
+    chosen = config(block_mask=True, half_blocks=True, **options)
     (sass,) = machine_code(chosen, tmp_path)["ForwardHalfBlocks"]
     scores, outputs = chosen.tile_d // 16, chosen.tile_n // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == outputs + 3 * scores

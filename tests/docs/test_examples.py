@@ -36,6 +36,7 @@ def test_pretrain(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_sparse_attention() -> None:
     assert run("sparse_attention.py").endswith("PASSED\n")
 
