@@ -129,7 +129,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
-    """Out and lse."""
+    """Out and lse of a call; arguments that are not of ``Pairs`` are refused."""
     unknown = pairs.keys() - Pairs.__annotations__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))}: not among the arguments of score statistics")
