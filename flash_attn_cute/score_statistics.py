@@ -114,16 +114,8 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     longer_k[..., d : d + 3] = factor
     longer_k[..., d + 3 :] = 0.0
     left, right = pairs.get("window_size", (None, None))
-    turned: Pairs = {
-        **pairs,
-        "softmax_scale": scale,
-        "causal": False,
-        "window_size": (0 if pairs.get("causal") else right, left),
-    }
-    for name in ("cu_seqlens", "max_seqlen", "seqused"):
-        for mine, other in (("q", "k"), ("k", "q")):
-            if f"{name}_{other}" in pairs:
-                turned[f"{name}_{mine}"] = pairs[f"{name}_{other}"]  # type: ignore[literal-required]
+    turned: Any = {_of_other_side(name): x for name, x in pairs.items()}
+    turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}
     _, log_sums = _attention(longer_k, longer_q, longer_q[..., :8], turned)
     return log_sums.exp()
 
@@ -136,6 +128,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> t
     attend: Any = flash_attn_varlen_func if "cu_seqlens_q" in pairs else flash_attn_func
     found: tuple[Tensor, Tensor] = attend(q, k, v, return_lse=True, **masks, **pairs)
     return found
+
+
+def _of_other_side(name: str) -> str:
+    """The argument that says of keys what this one says of queries, or the other way round; others are their own."""
+    stem, _, side = name.rpartition("_")
+    return f"{stem}_{'k' if side == 'q' else 'q'}" if side in ("q", "k") else name
 
 
 def _scale(q: Tensor, pairs: Pairs) -> float:

@@ -110,6 +110,18 @@ def test_a_sink_and_a_block_mask() -> None:
     torch.testing.assert_close(row_entropy(q, k, block_mask=mask), torch.cat(halves, -1))
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_padding_of_one_side(side: str) -> None:
+    """Lengths of queries say nothing of keys, nor the other way round."""
+    call = drawn(False, torch.float64, "cpu")
+    q, k = call.q.nan_to_num(), call.k.nan_to_num()
+    used: Any = {f"seqused_{side}": getattr(call, f"seqused_{side}")}
+    _, lse = flash_attn_func(q, k, k, return_lse=True, **used)
+    true = probabilities(oracle.Call(q, k, k, **used))
+    torch.testing.assert_close(column_sums(q, k, lse, **used), true.sum(-2))
+    torch.testing.assert_close(row_entropy(q, k, **used), -torch.xlogy(true, true).sum(-1))
+
+
 def test_what_is_refused() -> None:
     q = torch.randn(1, 5, 2, 8)
     _, lse = flash_attn_func(q, q, q, return_lse=True)
