@@ -112,7 +112,7 @@ def _visible(x: Data) -> Tensor:
 
 
 def truth(x: Data) -> Gradients:
-    """Gradients in float64."""
+    """The true gradients: all of the computation is in float64."""
     q, dout, k, v = (part.double() for part in x)
     p = torch.softmax((q @ k.T * SCALE).masked_fill_(~_visible(x), -torch.inf), -1)
     delta = ((p @ v) * dout).sum(-1, keepdim=True)

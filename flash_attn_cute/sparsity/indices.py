@@ -17,14 +17,14 @@ from flash_attn_cute import kept, settings
 from flash_attn_cute.block_tables import FULL_CODE, BlockRows, RealRows
 from flash_attn_cute.sparsity import bits, mask_arguments
 from flash_attn_cute.sparsity.bits import HALF, PARTIAL, TILE, WORDS
-from flash_attn_cute.sparsity.nodes import BlockMap, Node
+from flash_attn_cute.sparsity.nodes import BlockMap, PerHead
 from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
 
 _MOST_LENGTHS = 32  # of a block of 128: a tile of 2 KB each for 16 * 32 * 32 combinations are 32 MB
 
 
 @dataclass(eq=False, repr=False)
-class Indices(Node):
+class Indices(PerHead):
     """Key blocks that each query block attends to.
 
     Attributes:
@@ -75,19 +75,8 @@ class Indices(Node):
         return node
 
     @property
-    def batch(self) -> int:
-        """Batch entries of the indices."""
-        return self.indices.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Heads of the indices."""
-        return self.indices.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the indices."""
-        return self.indices.device
+    def per_head(self) -> Tensor:
+        return self.indices
 
     @property
     def half_blocks(self) -> bool:

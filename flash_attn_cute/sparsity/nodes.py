@@ -291,8 +291,29 @@ class Prefix(Node):
         return bits.between(torch.zeros_like(last), last)
 
 
+class PerHead(Node):
+    """A mask that one tensor says, of batch entries and heads."""
+
+    @property
+    def per_head(self) -> Tensor:
+        """The tensor, (batch, heads, ...), either of which may be 1."""
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> int:
+        return self.per_head.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.per_head.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.per_head.device
+
+
 @dataclass(eq=False, repr=False)
-class BlockMap(Node):
+class BlockMap(PerHead):
     """A map of blocks of any size: visible (batch, heads, blocks_q, blocks_k), bool."""
 
     visible: Tensor
@@ -300,19 +321,8 @@ class BlockMap(Node):
     block_k: int
 
     @property
-    def batch(self) -> int:
-        """Batch entries of the map."""
-        return self.visible.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Heads of the map."""
-        return self.visible.shape[1]
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of its tensors."""
-        return self.visible.device
+    def per_head(self) -> Tensor:
+        return self.visible
 
     @property
     def half_blocks(self) -> bool:
@@ -371,25 +381,14 @@ def _most_met(size: int) -> int:
 
 
 @dataclass(eq=False, repr=False)
-class Dense(Node):
+class Dense(PerHead):
     """A mask given element by element: (batch, heads, seqlen_q, seqlen_k), bool, of any strides."""
 
     mask: Tensor
 
     @property
-    def batch(self) -> int:
-        """Batch entries of the mask."""
-        return self.mask.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Heads of the mask."""
-        return self.mask.shape[1]
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of its tensors."""
-        return self.mask.device
+    def per_head(self) -> Tensor:
+        return self.mask
 
     def elements(self, blocks: Blocks) -> Tensor:
         b, h = (x[:, None, None] for x in blocks.entry_and_head(self))

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity import mask_arguments
-from flash_attn_cute.sparsity.nodes import Node
+from flash_attn_cute.sparsity.nodes import PerHead
 
 
 @dataclass(eq=False, repr=False)
-class Selection(Node):
+class Selection(PerHead):
     """Key blocks that each query attends to.
 
     Attributes:
@@ -50,19 +50,8 @@ class Selection(Node):
         return node
 
     @property
-    def batch(self) -> int:
-        """Batch entries of the indices."""
-        return self.indices.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Heads of the indices."""
-        return self.indices.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the indices."""
-        return self.indices.device
+    def per_head(self) -> Tensor:
+        return self.indices
 
     @property
     def num_blocks(self) -> int:

@@ -354,7 +354,7 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 
     @property
     def k_stages(self) -> int:
-        """See ``BackwardCtaConfig``."""
+        """Tiles whose K is in shared memory: two CTAs leave room for one each."""
         return 1
 
     @property
