@@ -1,6 +1,7 @@
 """``python -m lab.model``: predictions beside what was measured, of designs, and timelines."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from lab.model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from lab.model.record import hopper_pass, rows
 from lab.model.sm import Maker
 
+PAGE = Path(__file__).parents[2] / "docs" / "blackwell-model.md"
+_PRINTED = re.compile(r"^(<!-- python -m lab\.model (.+) -->\n\n)((?:\|.*\n)+)", re.MULTILINE)
 _MACHINES = {"B200": (B200, B200_BY_POWER), "B300": (B300, replace(B200_BY_POWER, exp2=B300.exp2))}
 _HOPPER = {
     "hopper forward full": Shape(4, 8192, 16, 128, 128),
@@ -24,7 +27,26 @@ _HOPPER = {
 
 
 def main() -> None:
-    """Parses the command line and prints tables in Markdown."""
+    """Parses the command line and prints tables in Markdown, or writes them into the page."""
+    given = _parser().parse_args()
+    if given.command == "page":
+        PAGE.write_text(_PRINTED.sub(lambda table: table[1] + printed(table[2]), PAGE.read_text()))
+        return
+    for line in _lines(given):
+        print(line, flush=True)
+
+
+def commands_of_page() -> list[str]:
+    """The commands whose tables the page shows: a comment above each table names its own."""
+    return [command for _, command, _ in _PRINTED.findall(PAGE.read_text())]
+
+
+def printed(command: str) -> str:
+    """What a command prints."""
+    return "".join(f"{line}\n" for line in _lines(_parser().parse_args(command.split())))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab.model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record", help="the Hopper kernels, beside benchmarks/results")
@@ -39,7 +61,11 @@ def main() -> None:
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
     shows.add_argument("--png", type=Path, help="draw it (needs matplotlib)")
-    given = parser.parse_args()
+    commands.add_parser("page", help="writes the tables of docs/blackwell-model.md anew")
+    return parser
+
+
+def _lines(given: argparse.Namespace) -> Iterable[str]:
     lines: dict[str, Callable[[], Iterable[str]]] = {
         "record": _record,
         "published": _published,
@@ -49,8 +75,7 @@ def main() -> None:
         "open": _open,
         "timeline": lambda: _timeline(given.name, given.clocks, given.png),
     }
-    for line in lines[given.command]():
-        print(line, flush=True)
+    return lines[given.command]()
 
 
 def _makers() -> dict[str, Maker]:

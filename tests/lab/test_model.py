@@ -32,7 +32,8 @@ from lab.model.simulation import DeadlockError, Needs, Products, Ring, Simulatio
 from lab.model.sm import Kernel, Maker, TileWork
 from lab.model.timeline import picture
 
-PAGE = (Path(__file__).parents[2] / "docs/blackwell-model.md").read_text()
+COMMANDS = command_line.commands_of_page()
+QUICK = ("record", "published")
 
 SHAPES = {
     "forward": Shape(4, 8192, 16, 128, 128),
@@ -264,21 +265,25 @@ def test_clock() -> None:
     assert H200.clock(0.9) == H200.ghz  # of no gemm is anything known
 
 
-COMMANDS = ("record", "published", "sensitivity", "designs", "designs --machine B300 --forward", "changes", "open")
-
-
-@pytest.mark.parametrize(
-    "command", [pytest.param(x, marks=() if x in ("record", "published") else pytest.mark.slow) for x in COMMANDS]
-)
-def test_the_page_has_what_the_command_prints(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["sm100_model", *command.split()])
-    command_line.main()
-    printed = capsys.readouterr().out
+@pytest.mark.parametrize("command", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in COMMANDS])
+def test_the_page_has_what_the_command_prints(command: str) -> None:
+    """After a new record ``python -m lab.model page`` writes it."""
+    printed = command_line.printed(command)
     assert len(printed.splitlines()) > 8
-    assert [line for line in printed.splitlines() if line not in PAGE.splitlines()] == []
-    assert f"\n\n{printed}\n" in PAGE, "other rows, or in another order"
+    page = command_line.PAGE.read_text()
+    assert [line for line in printed.splitlines() if line not in page.splitlines()] == []
+    assert f"\n\n{printed}\n" in page, "other rows, or in another order"
+
+
+def test_the_page_shows_every_table() -> None:
+    assert {command.split()[0] for command in COMMANDS} == {
+        "record",
+        "published",
+        "sensitivity",
+        "designs",
+        "changes",
+        "open",
+    }
 
 
 def test_timelines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
