@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from lab import interpreter
@@ -16,6 +17,13 @@ from tests.lib.compiled import code_for
 from tests.lib.oracle import Call
 
 B200, B300 = TARGETS  # their compute capabilities
+H100 = 9, 0
+
+
+def architecture_of(capability: tuple[int, int]) -> Architecture:
+    """The architecture of GPUs of a compute capability, with kernels for these."""
+    found = ARCHITECTURES[architecture_for(capability) or ""]
+    return found.on(capability) if len(found.targets) > 1 else found
 
 
 def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
