@@ -30,13 +30,13 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.block_lists import FULL, Tables
+from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Mmas, _Work
+from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
-from flash_attn_cute.kernels.sm90.forward_transfers import Tma
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 
@@ -51,8 +51,8 @@ class ForwardHalfBlocksSm90(ForwardSm90):
     @cute.kernel
     def kernel(
         self,
-        mmas: _Mmas,
-        tma: Tma,
+        mmas: ForwardMmas,
+        tma: ForwardTiles,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         arguments: ForwardArguments,
@@ -92,7 +92,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         self,
         a: ForwardArguments,
         tables: Tables,
-        mmas: _Mmas,
+        mmas: ForwardMmas,
         tO: RowTiles | None,
         shared: Shared,
         mO: cute.Tensor,
