@@ -1,5 +1,6 @@
 """A backend: the features it declares, the limits it states, and its two passes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,6 +83,17 @@ class Backend(Protocol):
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """Allocates and computes the results."""
+        ...
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """``forward`` for calls of one spec and equal bounds, without block masks, that look like this one.
+
+        Types, dtypes, devices, shapes and strides of their tensors are equal; addresses are not.
+        """
+        ...
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """``backward`` for calls that look like this one, likewise, and want the same gradients."""
         ...
 
     def backward(self, call: BackwardCall) -> Gradients:

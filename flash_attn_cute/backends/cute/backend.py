@@ -15,6 +15,8 @@ from torch import Tensor
 from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
+from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
+from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
 from flash_attn_cute.backends.packing import (
     as_one_batch,
     as_packed,
@@ -45,7 +47,6 @@ _MAX_TABLE = 2**31  # numbers of a block mask's table
 _TILES_ALIGN = 16  # bytes, of its bits
 _LOG2_E = math.log2(math.e)
 _NO_SCORES = plan.ScoreLayout()
-_NO_BLOCKS = BlockArguments(None, None, None, None)
 
 
 class CuteBackend:
@@ -170,6 +171,19 @@ class CuteBackend:
                 return self._backward(call)
         return self._backward(call)
 
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """See ``Backend.forward_for``."""
+        if not has_forward(spec, like):
+            return lambda inputs: self.forward(spec, inputs)
+        return RepeatedForward(self._forward_launch(spec, like), spec, like)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """See ``Backend.backward_for``."""
+        if not has_backward(like):
+            return lambda call: self.backward(call)
+        launch = self._backward_launch(like, like.inputs, _NO_SCORES)
+        return RepeatedBackward(launch, self.backward, like)
+
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         if needs_intervals(spec):
             one_spec, one, seen = as_one_batch(spec, inputs)
@@ -239,7 +253,7 @@ class CuteBackend:
         if not spec.packed and runs_packed:
             inputs, out, dout, residual = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1), _as_rows(residual)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-            lse = _compact(lse.transpose(0, 1).flatten(1))
+            lse = compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
         done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse, residual), layout, grads)
         dbias = done.arguments.mdBias
@@ -262,27 +276,24 @@ class CuteBackend:
             k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(
-            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
-        )
+        launch = self._forward_launch(spec, inputs._replace(k=k))
         workspace = None
         if launch.plan.workspace_size:
             workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         launch.kernel(
             ForwardArguments(
-                mQ=_aligned(q),
-                mK=_aligned(k),
-                mV=_aligned(v),
+                mQ=aligned(q),
+                mK=aligned(k),
+                mV=aligned(v),
                 mO=results.out,
                 mResidual=results.residual,
                 mLSE=results.lse,
                 mMaxLogits=results.max_logits,
-                mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
-                mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
-                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
-                mSink=None if sink is None else _compact(sink.float()),
+                mCuSeqlensQ=None if offsets_q is None else compact(offsets_q),
+                mCuSeqlensK=None if offsets_k is None else compact(offsets_k),
+                mSeqUsedQ=None if inputs.seqused_q is None else compact(inputs.seqused_q),
+                mSeqUsedK=None if inputs.seqused_k is None else compact(inputs.seqused_k),
+                mSink=None if sink is None else compact(sink.float()),
                 mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
                 mBias=inputs.bias,
                 mWorkspace=workspace,
@@ -293,42 +304,48 @@ class CuteBackend:
             )
         )
 
+    def _forward_launch(self, spec: AttentionSpec, inputs: AttentionInputs) -> "_Launch":
+        q, k = inputs.q, inputs.k
+        few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
+        return self._prepare_forward(
+            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
+        )
+
+    def _backward_launch(self, call: BackwardCall, inputs: AttentionInputs, layout: plan.ScoreLayout) -> "_Launch":
+        """Of a call whose inputs may have been split."""
+        q, k = inputs.q, inputs.k
+        num_sequences, has_dlse = _num_sequences(inputs), call.dlse is not None
+        return self._prepare_backward(
+            call.spec, q.shape, k.shape, num_sequences, inputs.max_seqlen_q, has_dlse, layout, q.device
+        )
+
     def _launch_backward(self, call: BackwardCall, layout: plan.ScoreLayout, grads: Gradients) -> "_Backward":
         """Fills dq, dk and dv, and returns what is left to others."""
         spec, dlse = call.spec, call.dlse
         inputs = split_fully_masked(call.inputs, spec.window_right)
         q, k = inputs.q, inputs.k
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        launch = self._prepare_backward(
-            spec,
-            q.shape,
-            k.shape,
-            _num_sequences(inputs),
-            inputs.max_seqlen_q,
-            dlse is not None,
-            layout,
-            q.device,
-        )
+        launch = self._backward_launch(call, inputs, layout)
         dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         arguments = BackwardArguments(
-            mQ=_aligned(q),
-            mK=_aligned(k),
-            mV=_aligned(inputs.v),
-            mO=_aligned(call.out),
+            mQ=aligned(q),
+            mK=aligned(k),
+            mV=aligned(inputs.v),
+            mO=aligned(call.out),
             mResidual=call.residual,
-            mdO=_aligned(call.dout),
+            mdO=aligned(call.dout),
             mLSE=call.lse,
-            mdLSE=None if dlse is None else _compact(dlse),
+            mdLSE=None if dlse is None else compact(dlse),
             mdQ=grads.dq,
             mdK=grads.dk,
             mdV=grads.dv,
             mdBias=dbias,
             mWorkspace=workspace,
-            mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
-            mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
-            mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-            mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
+            mCuSeqlensQ=None if offsets_q is None else compact(offsets_q),
+            mCuSeqlensK=None if offsets_k is None else compact(offsets_k),
+            mSeqUsedQ=None if inputs.seqused_q is None else compact(inputs.seqused_q),
+            mSeqUsedK=None if inputs.seqused_k is None else compact(inputs.seqused_k),
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
             mNextTile=next_tile(),
@@ -545,7 +562,7 @@ def _is_paired(x: Tensor) -> bool:
 def _rows_of(inputs: AttentionInputs, config: Any) -> BlockArguments:
     """A block mask's tables, from the side of queries."""
     if inputs.block_mask is None:
-        return _NO_BLOCKS
+        return NO_BLOCKS
     rows = inputs.block_mask.rows
     return _blocks(rows.spans, rows.entries, rows.tiles, config)
 
@@ -554,7 +571,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     """From the side of keys, with the configuration's blocks of queries; and what else a backward pass needs of it."""
     tables = inputs.block_mask
     if tables is None:
-        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
+        return {"blocks": NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
     columns = tables.half_columns if config.tile_n == HALF else tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
     is_half = config.tile_m == HALF
@@ -616,20 +633,3 @@ def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tenso
 
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """The tensor of 16-bit numbers if TMA can read it, else a copy: data and strides in multiples of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and _fits(x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.lru_cache(maxsize=1024)
-def _fits(strides: tuple[int, ...]) -> bool:
-    return strides[-1] == 1 and math.gcd(8, *strides[:-1]) == 8
-
-
-def _compact(x: Tensor) -> Tensor:
-    """The tensor if its last dimension is contiguous, else a copy."""
-    return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,7 @@
 """The portable backend: the host takes sequences run by run, each to the fused, the blockwise or the selected path."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,14 @@ class PortableBackend:
             _fill_padding(spec, rows_q, out, 0.0)
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
         return results
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """Works out nothing ahead."""
+        return lambda inputs: self.forward(spec, inputs)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """Works out nothing ahead."""
+        return lambda call: self.backward(call)
 
     def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
