@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
+from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
 from flash_attn_cute.backends.packing import (
@@ -243,7 +244,7 @@ class CuteBackend:
         sink, bias = inputs.learnable_sink if need_dsink else None, inputs.bias if need_dbias else None
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if no_sequences or not (inputs.q.numel() and inputs.k.numel()):
-            dsink = None if sink is None else _dsink_without_keys(sink, lse, dlse)
+            dsink = None if sink is None else _dsink_without_keys(spec, inputs, sink, lse, dlse)
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
         inputs = over_scores(inputs)
@@ -267,7 +268,9 @@ class CuteBackend:
             lse, delta = done.stats()
             logits = sink.float()[:, None]
             weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
-            dsink = weights.mul_(delta).sum(1).neg_().to(sink.dtype)
+            weights.mul_(delta)
+            sums = sum_by_documents(weights, done.first_rows()) if spec.packing_invariant else weights.sum(1)
+            dsink = sums.neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
@@ -479,6 +482,15 @@ class _Backward(NamedTuple):
         shape = self.plan.stats_shape
         return self.arguments.mWorkspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
+    def first_rows(self) -> Tensor:
+        """The first row of each sequence in ``stats``, (sequences,) int32."""
+        tile_m, offsets = self.plan.config.tile_m, self.inputs.cu_seqlens_q
+        if offsets is None:
+            batch, seqlen = self.inputs.q.shape[:2]
+            return _first_rows(batch, -(-seqlen // tile_m) * tile_m, self.inputs.q.device)
+        # As ``kernels.common.lengths.packed_block`` has it.
+        return offsets[:-1] // tile_m * tile_m + _first_rows(_num_sequences(self.inputs), tile_m, offsets.device)
+
 
 def _takes_tiles(config: Any) -> bool:
     next_tile = described(pass_of(config).arguments).get("mNextTile")
@@ -623,12 +635,25 @@ def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     return room(inputs.bias.shape)
 
 
-def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+def _first_rows(num: int, rows: int, device: torch.device) -> Tensor:
+    """The first row of each of so many sequences that have as many rows, int32."""
+    return torch.arange(num, dtype=torch.int32, device=device).mul_(rows)
+
+
+def _dsink_without_keys(
+    spec: AttentionSpec, inputs: AttentionInputs, sink: Tensor, lse: Tensor, dlse: Tensor | None
+) -> Tensor:
     """A sink that is all that real queries see is their lse; queries of padding have one of -inf."""
     if dlse is None:
         return torch.zeros_like(sink)
     by_head = dlse.where(lse != -torch.inf, 0).movedim(-2, 0).flatten(1)
-    return by_head.sum(1).to(sink.dtype)
+    if not spec.packing_invariant:
+        return by_head.sum(1).to(sink.dtype)
+    offsets = inputs.cu_seqlens_q
+    if offsets is None:
+        batch, seqlen = inputs.q.shape[:2]
+        return sum_by_documents(by_head, _first_rows(batch, seqlen, inputs.q.device)).to(sink.dtype)
+    return sum_by_documents(by_head, offsets[:-1]).to(sink.dtype)
 
 
 def _num_sms(device: torch.device) -> int:

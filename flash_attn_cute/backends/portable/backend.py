@@ -93,8 +93,11 @@ def _lists(inputs: AttentionInputs) -> Lists | None:
 
 
 def _runs(spec: AttentionSpec, rows_q: list[Rows], rows_k: list[Rows]) -> list[Run]:
-    """Equal sequences together, unless each has rows of a block mask of its own."""
-    if spec.packed and spec.has_block_mask:
+    """Equal sequences together, unless each has rows of a block mask of its own.
+
+    If invariant, each goes by itself: PyTorch's products may choose another order of sums where there are more.
+    """
+    if spec.packing_invariant or (spec.packed and spec.has_block_mask):
         return [Run(b, 1, q, k) for b, (q, k) in enumerate(zip(rows_q, rows_k, strict=True))]
     return merge_runs(rows_q, rows_k, spec.packed)
 
