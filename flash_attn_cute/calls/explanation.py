@@ -176,8 +176,11 @@ def explain(
             num_sms = chosen.num_sms(inputs.q.device if device is None else device)
             need_dbias = bias is not None and bias.requires_grad
             left = call.block_mask
-            blocks = None if left is None else (left.sizes[:2], left.order_sets)
-            passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
+            if left is not None and left.selection_block:
+                passes = chosen.planned_selection(spec, inputs, num_sms, left.selection_shape), None
+            else:
+                blocks = None if left is None else (left.sizes[:2], left.order_sets)
+                passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
     others = selection.on_request, selection.refusal

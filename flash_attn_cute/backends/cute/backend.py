@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
-from flash_attn_cute.backends.cute import plan
+from flash_attn_cute.backends.cute import plan, selection
 from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
@@ -69,7 +69,7 @@ class CuteBackend:
         """
         self.architecture = architecture
         self.name = architecture.name
-        self.features = frozenset(Feature) - {Feature.SELECTION}
+        self.features = frozenset(Feature) - (set() if "selection" in architecture.passes else {Feature.SELECTION})
         self.has_residual = True
         self.is_supposed = is_supposed
         self._kernel_of = kernel_of
@@ -77,6 +77,7 @@ class CuteBackend:
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
         self._prepare_bias_gradient = functools.lru_cache(maxsize=1024)(self._plan_bias_gradient)
+        self._prepare_selection = functools.lru_cache(maxsize=1024)(self._plan_selection)
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -104,9 +105,15 @@ class CuteBackend:
                 reasons.append("block_mask beside mask")
             if spec.has_bias and needs_intervals(spec):
                 reasons.append("block_mask and bias beside cu_seqlens, seqused or a window of these")
+        if spec.selection_block and Feature.SELECTION in self.features:
+            reasons += selection.limits(spec)
         if not _HAS_COMPILER and not self.is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
+
+    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """See ``Backend.lacks_gradients``."""
+        return (Feature.SELECTION.value,) if spec.selection_block else ()
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
@@ -157,6 +164,18 @@ class CuteBackend:
             backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
         return forward, backward
 
+    def planned_selection(
+        self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, selected: tuple[int, ...]
+    ) -> PassPlan | None:
+        """The first launch of a forward pass in which each query selects key blocks, of tensors as in ``planned``.
+
+        ``selected`` is the shape of the selected blocks, (batch, heads, rows, top). None where nothing is launched.
+        """
+        if not (inputs.q.numel() and inputs.k.numel()):
+            return None
+        shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0)
+        return _for_people(selection.plan_selection(self.architecture, spec, shapes, selected, num_sms))
+
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
         if torch.cuda.current_device() != inputs.q.device.index:
@@ -202,6 +221,9 @@ class CuteBackend:
         else:
             out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
         max_logits = q.new_full((spec.nheads,), -torch.inf, dtype=torch.float32) if spec.max_logits else None
+        if spec.selection_block:
+            lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
+            return self._forward_selected(spec, inputs, Results(out, lse))
         residual = None
         if spec.precise_gradients:
             residual = q.new_empty(*q.shape[:-1], residual_columns(spec.head_dim_v), dtype=torch.int8)
@@ -222,6 +244,22 @@ class CuteBackend:
             lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
             return results
         self._launch_forward(spec, inputs, results)
+        return results
+
+    def _forward_selected(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> Results:
+        """Fills the results of a call in which each query selects key blocks."""
+        k, num_sequences = inputs.k, _num_sequences(inputs)
+        if not results.out.numel():
+            return results
+        if not (num_sequences if spec.packed else k.numel()):
+            return selection.without_keys(inputs, results)
+        if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
+            k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, inputs.v))
+            inputs = inputs._replace(k=k, v=v)
+        assert inputs.selected is not None
+        shapes = inputs.q.shape, k.shape, num_sequences, inputs.selected.shape
+        launch = self._prepare_selection(spec, *shapes, k.device)
+        selection.launch(launch.kernel, launch.plan, spec, inputs, results)
         return results
 
     def _backward(self, call: BackwardCall) -> Gradients:
@@ -429,6 +467,19 @@ class CuteBackend:
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores)
         return self._launch_of(plan.plan_backward(self._architecture_on(device), spec, shapes, _num_sms(device)))
 
+    def _plan_selection(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        num_sequences: int,
+        selected: torch.Size,
+        device: torch.device,
+    ) -> "_Launch":
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0)
+        architecture, num_sms = self._architecture_on(device), _num_sms(device)
+        return self._launch_of(selection.plan_selection(architecture, spec, shapes, selected, num_sms))
+
     def _launch_of(self, planned: Any) -> "_Launch":
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
@@ -497,8 +548,8 @@ def _takes_tiles(config: Any) -> bool:
     return next_tile is not None and next_tile.is_given(config)
 
 
-def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
-    config, is_forward = planned.config, isinstance(planned, plan.ForwardPlan)
+def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | selection.SelectionPlan) -> PassPlan:
+    config, is_forward = planned.config, not isinstance(planned, plan.BackwardPlan)
     return PassPlan(
         packed=config.features.packed,
         tile_m=config.tile_m,

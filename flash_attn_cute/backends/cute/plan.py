@@ -330,15 +330,22 @@ def _keys_of_window(spec: AttentionSpec) -> int | None:
     return spec.window_left + spec.window_right + 1
 
 
-def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
-    """Numbers that all passes are given."""
+def numbers_of(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
+    """Numbers of scores, which all passes are given."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
-    lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
     return {
         "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
         "softcap": spec.softcap,
         "window_left": shapes.k[-3] if spec.window_left is None else min(spec.window_left, shapes.k[-3]),
         "window_right": shapes.q[-3] if spec.window_right is None else min(spec.window_right, shapes.q[-3]),
+    }
+
+
+def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
+    """Numbers that all passes over tiles of queries or of keys are given."""
+    lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
+    return {
+        **numbers_of(spec, shapes),
         "rows_a_slot": shapes.scores.rows_a_slot,
         **dict(zip(("lists_batch", "lists_heads", "lists_tiles"), lists, strict=True)),
         "lists_group": spec.nheads // sharing[1] if spec.has_block_mask else None,

@@ -31,7 +31,11 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
-    if call.block_mask is not None:
+    block = 0 if call.block_mask is None else call.block_mask.selection_block
+    if block:
+        assert call.block_mask is not None
+        fields["selected"] = call.block_mask.selected()
+    elif call.block_mask is not None:
         fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=backward)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
@@ -43,7 +47,7 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
         deterministic=False,
         zero_padding=True,
     )
-    return inputs, AttentionSpec.of(inputs, options)
+    return inputs, AttentionSpec.of(inputs, options)._replace(selection_block=block)
 
 
 @functools.cache
