@@ -227,7 +227,7 @@ def copy_box(s: Statement) -> Effect:
         tensor = TensorMap.of(warp.cta.params[number][offset : offset + 128])
         address, pitch = int(shared(warp)[lane]), 2 * tensor.box[0]
         rows = math.prod(tensor.box[1:])
-        if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
+        if address % 128 or (not is_store and warp.cta.owner(address) is not warp.cta):
             raise FaultError(f"a box at {address}")
         at_barrier = None if barrier is None else int(barrier(warp)[lane])
         if at_barrier is not None:  # either CTA of a pair may get the signal
