@@ -103,27 +103,11 @@ class ForwardSm90(ForwardKernel):
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
-        c, schedule, memory = self.config, self.schedule, self.memory
+        c, schedule = self.config, self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tiles, k, v = (memory.ring(storage, name) for name in ("tiles", "k", "v"))
-        tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                memory.init(storage, "tiles", "bias")
-        pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        shared = Shared(
-            **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
-            tile_full=tile_full,
-            tile_empty=tile_empty,
-            pipe_K=pipe_K,
-            pipe_V=pipe_V,
-            bias=SharedBias.of(c, arguments, memory, storage),
-        )
+        shared = self._set_up(arguments, cutlass.memory.SmemAllocator().allocate(self.Storage), warp_idx)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             if warp_idx == 0:
@@ -134,6 +118,27 @@ class ForwardSm90(ForwardKernel):
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
+
+    @cute.jit
+    def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:
+        """Initialises the barriers in shared memory."""
+        schedule, memory = self.schedule, self.memory
+        tiles, k, v = (memory.ring(storage, name) for name in ("tiles", "k", "v"))
+        tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                memory.init(storage, "tiles", "bias")
+        pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        return Shared(
+            **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
+            tile_full=tile_full,
+            tile_empty=tile_empty,
+            pipe_K=pipe_K,
+            pipe_V=pipe_V,
+            bias=SharedBias.of(self.config, a, memory, storage),
+        )
 
     @cute.jit
     def mma(
