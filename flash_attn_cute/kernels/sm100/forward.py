@@ -501,7 +501,7 @@ class _Rows:
     def raise_max_logits(self, config: ForwardConfig, step: Int32) -> None:
         """Raises the largest logit of the tile's head to those of the rows."""
         tile = self.tile(config, step)
-        logit = self.softmax.max_logit if self.max_logit is None else self.max_logit[0]
+        logit = self.softmax.max_logit(0) if self.max_logit is None else self.max_logit[0]
         is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
         logit = cutlass.select_(is_real, logit, -Float32.inf)
         raise_max_logit_by_warp(self.arguments.mMaxLogits, tile.head, logit)
