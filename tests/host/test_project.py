@@ -33,7 +33,7 @@ DISTRIBUTIONS = {
     "cuda": "cuda-bindings",
     "cutlass": "nvidia-cutlass-dsl",
 }  # where they are named unlike their modules
-PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
+PEERS = {"flash_attn", "fla", "cuequivariance_torch"}  # measured against where it happens to be installed
 TYPES = {"typing_extensions"}  # for type checkers, which bring it
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {
