@@ -63,8 +63,12 @@ def release(warp: Warp) -> None:
 
 def read_global(warp: Warp, places: Array, size: int) -> None:
     """Shows what is read of what the cluster has written: within it, barriers are enough."""
-    for written in (warp.cta.cluster.to_global, warp.late.to_global):
-        if written and any(places.min() < x.last and x.first < places.max() + size for x in written):
+    pending = [written for written in (warp.cta.cluster.to_global, warp.late.to_global) if written]
+    if not pending:
+        return
+    first, last = int(places.min()), int(places.max()) + size
+    for written in pending:
+        if any(first < x.last and x.first < last for x in written):
             show([x.write for x in written])
             written.clear()
 

@@ -1,6 +1,9 @@
 """Machine code of the Hopper kernels, on any machine: no spills, products in flight together, TMA."""
 
+import dataclasses
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +89,14 @@ _HALF_BLOCKS: dict[str, dict[str, Any]] = {
     "residual": {"residual": True},
 }
 HALF_BLOCKS = {
-    f"d{d}-{name}": {"tile_d": d, **options} for d in (64, 96, 128) for name, options in _HALF_BLOCKS.items()
+    f"d{d}-{name}": config(d, block_mask=True, half_blocks=True, **options)
+    for d in (64, 96, 128)
+    for name, options in _HALF_BLOCKS.items()
 }
 
 
-@pytest.mark.parametrize("options", tiered(HALF_BLOCKS, "d128-plain", values=True))
-def test_half_blocks(options: dict[str, Any], tmp_path: Path) -> None:
+def test_half_blocks(chosen: ForwardConfig, tmp_path: Path) -> None:
     """Products of the loop, and scores of the first step of the first tile and of the others; none serialised."""
-    chosen = config(block_mask=True, half_blocks=True, **options)
     (sass,) = machine_code(chosen, tmp_path)["ForwardHalfBlocks"]
     scores, outputs = chosen.tile_d // 16, chosen.tile_n // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == outputs + 3 * scores
@@ -222,16 +225,16 @@ _OF_HALF_BLOCKS: dict[str, dict[str, Any]] = {
     "everything": {"deterministic": True, "softcap": True, "grouped": True},
 }
 OF_HALF_BLOCKS = {
-    f"d{d}-{name}": {"tile_d": d, **options} for d in (64, 96, 128) for name, options in _OF_HALF_BLOCKS.items()
+    f"d{d}-{name}": backward(d, block_mask=True, half_columns=True, **options)
+    for d in (64, 96, 128)
+    for name, options in _OF_HALF_BLOCKS.items()
 }
 # Bytes that a thread spills at the most: of warp 0, which keeps where it is in a list, and behind a softcap at d = 128.
 SPILLED = 40
 
 
-@pytest.mark.parametrize("options", tiered(OF_HALF_BLOCKS, "d128-plain", values=True))
-def test_backward_of_half_blocks(options: dict[str, Any], tmp_path: Path) -> None:
+def test_backward_of_half_blocks(chosen: BackwardConfig, tmp_path: Path) -> None:
     """Five products a step, none serialised; additions by TMA."""
-    chosen = backward(block_mask=True, half_columns=True, **options)
     assert isinstance(chosen, BackwardHalfBlocksConfig)
     kernels = machine_code(chosen, tmp_path, SPILLED * (chosen.features.deterministic or chosen.features.softcap))
     (sass,) = kernels["BackwardHalfBlocks"]
@@ -291,16 +294,32 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
 # By test: its configurations, and those that a plain run compiles.
 COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "test_compiled_code": (CONFIGS, ("d128-causal",)),
+    "test_half_blocks": (HALF_BLOCKS, ("d128-plain",)),
     "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
+    "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ("d128-plain",)),
     "test_compiled_cluster_backward": (OF_CLUSTERS, ()),
     "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, ()),
 }
 
 
+# Head dimensions at which CI compiles every kind of kernel: registers are fewest there.
+TIGHTEST = {128, 256}
+
+
+def few_of(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Every kind at the tightest head dimension, and each other set of sizes with as many features as there are."""
+    tightest = max(TIGHTEST & {c.tile_d for c in cases.values()}, key=[c.tile_d for c in cases.values()].count)
+    by_sizes: dict[Any, list[str]] = defaultdict(list)
+    for name, c in cases.items():
+        by_sizes[dataclasses.replace(c, features=Features(), dtype="")].append(name)
+    count = {name: sum(dataclasses.astuple(c.features)) for name, c in cases.items()}
+    chosen = {max(names, key=lambda name: count[name]) for names in by_sizes.values()}
+    return {name: c for name, c in cases.items() if c.tile_d == tightest or name in chosen}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """CI compiles every kind at d = 64, 128 and 256, and all features together at d = 96 and 192."""
+    """CI compiles few of them."""
     cases, quick = COMPILED.get(metafunc.function.__name__, (None, ()))
     if cases is not None:
         every = metafunc.config.getoption("--all-configurations")
-        few = {name: c for name, c in cases.items() if every or not re.match(r"d(96|192)(-(?!dv|everything)|$)", name)}
-        metafunc.parametrize("chosen", tiered(few, *quick, values=True))
+        metafunc.parametrize("chosen", tiered(cases if every else few_of(cases), *quick, values=True))

@@ -47,6 +47,7 @@ def blocks(page: str) -> list[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run(page: str) -> None:
     found = blocks(page)
@@ -82,12 +83,17 @@ def unknown(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, 
     return [option for option in options if option not in helped]
 
 
+IMPORTED_BEFORE = pytest.mark.filterwarnings("ignore:.* found in sys.modules after import of package:RuntimeWarning")
+
+
+@IMPORTED_BEFORE
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in TEXTS))
 def test_commands_have_their_options(page: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for module, arguments in commands((ROOT / page).read_text()):
         assert unknown(module, arguments, monkeypatch, capsys) == [], (module, arguments)
 
 
+@IMPORTED_BEFORE
 def test_wrong_options_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     line = (
         "`python -m flash_attn_cute.sparsity plot window --seqlen 9 --sequence 9 -- --other` and `python -m benchmarks`"

@@ -58,7 +58,7 @@ def by_query(one: Callable[[int, int, int], Tensor], heads: int = HEADS, seqlen:
 def chosen(i: int, scores: Sequence[Tensor], top: int) -> list[int]:
     """Keys up to query i of its own block and of the best ones before it."""
     own = i // BLOCK
-    best = sorted(range(own), key=lambda n: -float(scores[n]))[: top - 1]
+    best = sorted(range(own), key=lambda n: -scores[n].item())[: top - 1]
     return [j for j in range(i + 1) if j // BLOCK in {own, *best}]
 
 

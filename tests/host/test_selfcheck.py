@@ -24,7 +24,12 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, family
 from flash_attn_cute.selfcheck import gate, steps, verdict
 from flash_attn_cute.selfcheck.runner import Findings
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
+from flash_attn_cute.spec import Results
+
+# Of calls that a refused family leaves to the portable backend; tests of the warning itself record all.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flash_attn_cute. a call on cpu goes to the backend 'portable':UserWarning"
+)
 
 SM100 = ARCHITECTURES["sm100"]
 GPU = Gpu("cuda:0", "GPU-1", "sm100", "NVIDIA B200", (10, 0), 148, 180, "580.1")
@@ -47,17 +52,9 @@ class Kernels(CuteBackend):
         self.calls += 1
         return PortableBackend().forward(*given)
 
-    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
-        """Works out nothing ahead."""
-        return lambda inputs: self.forward(spec, inputs)
-
     def backward(self, call: BackwardCall) -> Gradients:
         """Runs the portable backend's."""
         return PortableBackend().backward(call)
-
-    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
-        """Works out nothing ahead."""
-        return self.backward
 
 
 class Machine:

@@ -18,7 +18,7 @@ from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_sc
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits
-from lab.interpreter import FaultError, Lagging, Program
+from lab.interpreter import FaultError, Lagging, Program, scheduling
 from lab.lint import lint
 from tests.lib import masks
 from tests.lib.checks import random_call
@@ -87,6 +87,7 @@ class Forward:
         """The results of a call."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "NUM_SMS", 1 + self.by_pairs)
+            patch.setattr(scheduling, "_MOST_ROUNDS", 10_000)  # four times what any call takes without a bug
             forward.check(call, draw, program, lags, by_pairs=self.by_pairs)
 
 

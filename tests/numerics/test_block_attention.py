@@ -217,6 +217,7 @@ def test_deterministic_and_orders() -> None:
         assert bitwise_equal(out, again)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_gives_the_same() -> None:
     ids = torch.arange(300) // 110
 

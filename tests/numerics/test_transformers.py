@@ -46,6 +46,9 @@ CONFIGS = {
     ),
 }
 
+# Newer versions of transformers have another name for it, which the oldest one that is supported lacks.
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+
 hf: Any = transformers
 ours.register()
 

@@ -1,1 +1,0 @@
-"""Hopper kernels without such a GPU: their PTX interpreted."""
