@@ -6,6 +6,7 @@
     python -m benchmarks bias        # masks and biases, forward and backward; so does bias-lengths
     python -m benchmarks sparse      # block masks, forward and backward; so does sparse-lengths, up to 128k
     python -m benchmarks sparse-tables  # what making a block mask costs
+    python -m benchmarks selected    # key blocks that each query selects, forward; also selected-tables
     python -m benchmarks context-parallel --ranks 4  # options: benchmarks/over_ranks.py
     python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, over_ranks, plot, report
-from benchmarks.suites import attention, bias, packed, sparse
+from benchmarks.suites import attention, bias, packed, selected, sparse
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
@@ -39,6 +40,8 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "sparse": sparse.suite,
     "sparse-lengths": sparse.lengths,
     "sparse-tables": sparse.tables,
+    "selected": selected.suite,
+    "selected-tables": selected.tables,
 }
 
 # Not a suite of one process; it has options of its own.

@@ -10,6 +10,7 @@ from flash_attn_cute.calls import torch_modes, validate
 from flash_attn_cute.calls.attend import Result, attend, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
+from flash_attn_cute.spec import Deterministic as Deterministic
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +54,7 @@ class SharedKeywords(TypedDict, total=False):
     softcap: float
     learnable_sink: Tensor | None
     block_mask: BlockMask | None
-    deterministic: bool
+    deterministic: Deterministic
     zero_padding: bool
     backend: str | None
     dropout_p: float
@@ -139,7 +140,7 @@ def flash_attn_func(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
@@ -189,7 +190,9 @@ def flash_attn_func(
             of no document are padding, ignored whatever they hold; other rows that it hides have to be finite. In what
             is compiled or captured it has to be built before (``BlockMask.build``). One of ``from_selection`` is over
             (seqlen_q, seqlen_k), too, and goes without mask and bias.
-        deterministic: the same inputs give the same bits, whatever else the device runs.
+        deterministic: the same inputs give the same bits, whatever else the device runs. "invariant": a document also
+            has the same bits whatever call it is part of, packed or as an entry of a dense batch; not under a
+            block_mask, unless that is a window or documents.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
             over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
@@ -314,7 +317,7 @@ def flash_attn_varlen_func(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
@@ -355,7 +358,9 @@ def flash_attn_varlen_func(
         block_mask: a ``BlockMask`` over (total_q, total_k), rows and not positions within sequences, see
             ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence. Blocks of
             ``from_selection`` are counted from the start of that.
-        deterministic: the same inputs give the same bits, whatever else the device runs.
+        deterministic: the same inputs give the same bits, whatever else the device runs. "invariant": a document also
+            has the same bits whatever call it is part of, packed or as an entry of a dense batch; not under a
+            block_mask, unless that is a window or documents.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
             over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do

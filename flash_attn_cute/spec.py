@@ -8,12 +8,15 @@ dataclass takes several times as long.
 
 import enum
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute.block_tables import BlockTables
+
+# False; True: the same inputs give the same bits; "invariant": a document does, in whatever call it is.
+Deterministic: TypeAlias = bool | Literal["invariant"]
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:
@@ -41,6 +44,7 @@ class Feature(enum.Enum):
     BLOCK_MASK = "block_mask"
     SELECTION = "key blocks selected per query (BlockMask.from_selection)"
     DETERMINISTIC = "deterministic=True"
+    PACKING_INVARIANT = 'deterministic="invariant"'
     PRECISE_GRADIENTS = "precise_gradients=True"
     MAX_LOGITS = "return_max_logits=True"
 
@@ -90,7 +94,10 @@ class AttentionInputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d)."""
+    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
+
+    ``packing_invariant`` is what ``deterministic="invariant"`` asks for; ``deterministic`` is then True.
+    """
 
     softmax_scale: float | None = None
     window_left: int | None = None
@@ -98,8 +105,14 @@ class Options(NamedTuple):
     softcap: float = 0.0
     deterministic: bool = False
     zero_padding: bool = True
+    packing_invariant: bool = False
     precise_gradients: bool = False
     max_logits: bool = False
+
+    @property
+    def promise(self) -> Deterministic:
+        """The user's ``deterministic``."""
+        return "invariant" if self.packing_invariant else self.deterministic
 
 
 class Results(NamedTuple):
@@ -137,7 +150,8 @@ class AttentionSpec(NamedTuple):
     """All that a call asks for beyond its tensors' values and lengths.
 
     ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
-    unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide``: out,
+    unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number.
+    ``packing_invariant``: whatever decides the bits of a document's results follows from that document. ``wide``: out,
     or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls. ``max_logits``: the
     forward pass also has ``Results.max_logits``. ``precise_gradients``: gradients do not suffer from the rounding of
     out, for which the forward pass may have ``Results.residual``.
@@ -172,6 +186,7 @@ class AttentionSpec(NamedTuple):
     half_blocks: bool = False
     half_columns: bool = False
     selection_block: int = 0
+    packing_invariant: bool = False
     wide: bool = False
     precise_gradients: bool = False
     max_logits: bool = False
@@ -200,6 +215,7 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
+            packing_invariant=options.packing_invariant,
             precise_gradients=options.precise_gradients,
             max_logits=options.max_logits,
         )
@@ -222,7 +238,8 @@ class AttentionSpec(NamedTuple):
             Feature.BIAS: self.has_bias,
             Feature.BLOCK_MASK: self.has_block_mask,
             Feature.SELECTION: self.selection_block > 0,
-            Feature.DETERMINISTIC: self.deterministic,
+            Feature.DETERMINISTIC: self.deterministic and not self.packing_invariant,
+            Feature.PACKING_INVARIANT: self.packing_invariant,
             Feature.PRECISE_GRADIENTS: self.precise_gradients,
             Feature.MAX_LOGITS: self.max_logits,
         }

@@ -2,7 +2,7 @@
 
     ptx          reads PTX: a tree, and the threads of its kernels
     lint         rules that the PTX of kernels must keep
-    interpreter  executes the PTX of Blackwell kernels on a CPU
+    interpreter  executes the PTX of Blackwell and Hopper kernels on a CPU
     emulator     runs Blackwell kernels on a Hopper GPU
     bugs         bugs to plant in Blackwell kernels, and what finds each
     model        predicts how long a pass takes, from the pipelines of its kernels

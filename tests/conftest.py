@@ -49,7 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # What tests of a folder do, by the marker that chooses them.
-FOLDERS = {"compile": "compiles", "blackwell": "interprets", "lab": "lab", "distributed": "ranks", "docs": "docs"}
+FOLDERS = {
+    "compile": "compiles",
+    "blackwell": "interprets",
+    "hopper": "interprets",
+    "lab": "lab",
+    "distributed": "ranks",
+    "docs": "docs",
+}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,6 @@
 """A backend: the features it declares, the limits it states, and its two passes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,12 +77,27 @@ class Backend(Protocol):
         """
         ...
 
+    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Reasons why it has no backward pass for a call whose forward pass it serves; empty if it has one."""
+        ...
+
     def is_made_for(self, device: torch.device) -> bool:
         """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """Allocates and computes the results."""
+        ...
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """``forward`` for calls of one spec and equal bounds, without block masks, that look like this one.
+
+        Types, dtypes, devices, shapes and strides of their tensors are equal; addresses are not.
+        """
+        ...
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """``backward`` for calls that look like this one, likewise, and want the same gradients."""
         ...
 
     def backward(self, call: BackwardCall) -> Gradients:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute.calls import lowering, nested, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.prepared_call import prepare
+from flash_attn_cute.calls.prepared_call import prepare, recalled, remember
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
 from flash_attn_cute.spec import AttentionInputs, Options, Results
 
@@ -30,6 +30,12 @@ def attend(call: AttentionCall) -> Results:
         ValueError: an argument of the wrong shape, strides, device or value, or no backend that can serve the call.
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
     """
+    if is_any_autocast_enabled():
+        call = autocast(call)
+    known = recalled(call) if _replacement is None else None
+    if known is not None:
+        inputs = AttentionInputs._make((*call[:NUM_TENSORS], *known.max_seqlens, None, None))
+        return ops.attention(inputs, known, False)
     watched = needs_dispatcher(call[:NUM_TENSORS])
     if watched and nested.is_nested(call):
         if is_replaced():
@@ -40,8 +46,6 @@ def attend(call: AttentionCall) -> Results:
         packed, jagged = nested.as_packed(call)
         return jagged.wrap(attend(packed))
     lowered = None
-    if is_any_autocast_enabled():
-        call = autocast(call)
     if call.block_mask is not None and _replacement is None:
         lowered = lowering.of(call)
         call = lowered.call
@@ -49,6 +53,8 @@ def attend(call: AttentionCall) -> Results:
     inputs, plan = prepare(call, backward, watched)
     if _replacement is not None:
         return _replacement(inputs, plan.options, plan.backend)
+    if not watched and lowered is None:
+        remember(call, plan)
     results = ops.attention(inputs, plan, watched)
     return results if lowered is None else lowered.unpacked(results)
 

@@ -16,7 +16,7 @@ from flash_attn_cute.calls.prepared_call import spec_of
 from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.spec import AttentionSpec, Deterministic
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Explanation:
             lines.append("  no kernels of its own: PyTorch's operators, and offsets are read by the host")
         else:
             lines.append(f"  {self.num_sms} SMs")
-            lines += ["  " + _pass_line(name, getattr(self, name)) for name in ("forward", "backward")]
+            is_invariant = spec.packing_invariant
+            lines += ["  " + _pass_line(name, getattr(self, name), is_invariant) for name in ("forward", "backward")]
         return "\n".join(lines)
 
 
@@ -85,7 +86,7 @@ def explain(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
@@ -175,15 +176,18 @@ def explain(
             num_sms = chosen.num_sms(inputs.q.device if device is None else device)
             need_dbias = bias is not None and bias.requires_grad
             left = call.block_mask
-            blocks = None if left is None else (left.sizes[:2], left.order_sets)
-            passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
+            if left is not None and left.selection_block:
+                passes = chosen.planned_selection(spec, inputs, num_sms, left.selection_shape), None
+            else:
+                blocks = None if left is None else (left.sizes[:2], left.order_sets)
+                passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
     others = selection.on_request, selection.refusal
     return Explanation(selection.name, passed_over, *others, spec, where, num_sms, *passes)
 
 
-def _pass_line(name: str, planned: PassPlan | None) -> str:
+def _pass_line(name: str, planned: PassPlan | None, is_invariant: bool) -> str:
     if planned is None:
         return f"{name}: nothing is launched"
     if name == "forward":
@@ -196,6 +200,8 @@ def _pass_line(name: str, planned: PassPlan | None) -> str:
     parts.append("persistent" if planned.persistent else "not persistent")
     parts.append("packed sequences" if planned.packed else "a dense batch")
     parts.append("deterministic" if planned.deterministic else "not deterministic")
+    if is_invariant:
+        parts.append("the same bits in any packing")
     if planned.workspace_bytes:
         parts.append(f"{planned.workspace_bytes / 2**20:.1f} MiB of workspace")
     given = {field: value for field, value in planned.numbers._asdict().items() if value is not None}

@@ -29,7 +29,8 @@ TENSORS = (
 # ``flat_options``
 OPTIONS = (
     "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
-    "bool zero_padding, bool precise_gradients, bool max_logits, {backend}, Tensor? any_scale, Tensor? any_softcap"
+    "bool zero_padding, bool packing_invariant, bool precise_gradients, bool max_logits, {backend}, "
+    "Tensor? any_scale, Tensor? any_softcap"
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "

@@ -25,7 +25,9 @@ from flash_attn_cute.calls.flat_call import BIAS, NUM_ALL_TENSORS, NUM_ANY, NUM_
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.calls.torch_modes import (
     is_below_autograd,
+    is_thread_watched,
     is_transformed,
+    looks_like,
     needs_dispatcher,
     without_default_device,
 )
@@ -65,7 +67,7 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not is_below_autograd():
         return Results(*_record(*leaves, (inputs, plan)))
     if plan.spec.precise_gradients:  # of which there will be none
-        plan = plan._replace(spec=plan.spec._replace(precise_gradients=False))
+        plan = plan._replace(spec=plan.spec._replace(precise_gradients=False), passes=None)
     return _run_forward(inputs, plan)
 
 
@@ -77,19 +79,25 @@ def _run_forward(inputs: AttentionInputs, plan: Plan) -> Results:
     spec, backend = plan.spec, dispatch.BACKENDS[plan.backend]
     if (spec.packed or spec.has_seqused) and settings.check_data():
         read_sequences(inputs)
-    if not settings.nvtx():
-        with without_default_device():
+    if settings.nvtx():
+        with profiling.pass_span(f"forward {backend.name}", spec, inputs):
             return backend.forward(spec, inputs)
-    with profiling.pass_span(f"forward {backend.name}", spec, inputs):
-        return backend.forward(spec, inputs)
+    with without_default_device():
+        passes = plan.passes
+        if passes is None or inputs.block_mask is not None or inputs.selected is not None:
+            return backend.forward(spec, inputs)
+        if passes.forward is None:
+            passes.forward = backend.forward_for(spec, inputs)
+        return passes.forward(inputs)
 
 
-def _run_backward(call: BackwardCall, name: str) -> Gradients:
+def _run_backward(call: BackwardCall, name: str, run: Callable[[BackwardCall], Gradients] | None = None) -> Gradients:
+    """Gradients by a backend; ``run``, if there is one, is its ``backward`` for calls that look like this one."""
     backend = dispatch.BACKENDS[name]
-    if not settings.nvtx():
-        return backend.backward(call)
-    with profiling.pass_span(f"backward {backend.name}", call.spec, call.inputs):
-        return backend.backward(call)
+    if settings.nvtx():
+        with profiling.pass_span(f"backward {backend.name}", call.spec, call.inputs):
+            return backend.backward(call)
+    return (run or backend.backward)(call)
 
 
 @torch.library.impl("flash_attn_cute::forward", "default")
@@ -290,6 +298,28 @@ def _merge(x: Any, dim: int | None, size: int) -> Any:
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
+def _backward_of(call: BackwardCall, plan: Plan) -> Callable[[BackwardCall], Gradients] | None:
+    """The backend's backward pass for calls that look like this one; None if the call needs the dispatcher."""
+    _, inputs, out, lse, dout, dlse, residual, need_dbias, need_dsink = call
+    q, k, v, cu_q, cu_k, *others = inputs[:NUM_TENSORS]
+    is_shared = cu_q is cu_k
+    given = (q, k, v, cu_q, None if is_shared else cu_k, *others, out, lse, dout, dlse, residual)
+    tensors = [x for x in given if x is not None]
+    passes, backend = plan.passes, dispatch.BACKENDS[plan.backend]
+    if passes is None or inputs.block_mask is not None or inputs.selected is not None:
+        return None if needs_dispatcher(tuple(tensors)) else backend.backward
+    key = is_shared, dlse is not None, need_dbias, need_dsink
+    known = passes.backward.get(key)
+    if known is not None and not is_thread_watched() and known[0](*tensors):
+        return known[1]
+    if needs_dispatcher(tuple(tensors)):
+        return None
+    run = backend.backward_for(call)
+    if len(set(map(id, tensors))) == len(tensors):
+        passes.backward[key] = looks_like(tensors), run
+    return run
+
+
 class FlashAttention(torch.autograd.Function):
     """Autograd's record of a call that needs no dispatcher, under the name that a profile shows."""
 
@@ -309,19 +339,19 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
-        saved = ctx.saved_tensors
+        *tensors, out, lse, residual = ctx.saved_tensors
         others, plan = ctx.others
-        *tensors, out, lse, residual = saved
         inputs = AttentionInputs(*tensors, *others)
         dout = torch.zeros_like(out) if dout is None else dout
         need_dsink, need_dbias = ctx.needs_input_grad[3:5]
         call = BackwardCall(plan.spec, inputs, out, lse, dout, dlse, residual, need_dbias, need_dsink)
-        grads: tuple[Tensor | None, ...]
         # Gradients that may be differentiated again come from the operator, which knows how to refuse.
-        if torch.is_grad_enabled() or needs_dispatcher((*saved, dout, dlse)):
+        run = None if torch.is_grad_enabled() else _backward_of(call, plan)
+        grads: tuple[Tensor | None, ...]
+        if run is None:
             grads = _call_backward(*call[2:], *flat_call.flatten(inputs, plan))
         else:
-            grads = _run_backward(call, plan.backend)
+            grads = _run_backward(call, plan.backend, run)
         dq, dk, dv, dbias, dsink = grads
         return dq, dk, dv, dsink, dbias, None
 

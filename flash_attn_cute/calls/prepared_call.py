@@ -3,19 +3,28 @@
 Whether tensors are valid, what they ask for and which backend serves them follows from how they look and from the
 options; and a model makes the same call in layer after layer. To find out takes the host several times as long as to
 look, so the plans of valid calls are kept. An invalid call leaves nothing behind.
+
+Plans are found in two ways. ``recalled`` compares tensors with those of the last calls that had the same options, by
+guards of PyTorch's. ``cached_plan`` reads how they look, which takes longer, serves any call, and any number of looks.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
 
 from flash_attn_cute import kept
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.torch_modes import without_default_device
+from flash_attn_cute.calls.torch_modes import is_thread_watched, looks_like, without_default_device
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options, Results
 
 _KEPT_AT_MOST = 1024  # lengths may change with every call
-_kept: dict[tuple[Any, ...], "Plan"] = {}
+_LOOKS_AT_MOST: Final = 8  # of calls with the same options, to compare with one after the other
+# Plans by looks and options; and by options alone the last ones, each behind the guard of its looks.
+_kept: dict[tuple[Any, ...], Any] = {}
 
 
 class KnownOfBlockMask(NamedTuple):
@@ -31,10 +40,27 @@ class KnownOfBlockMask(NamedTuple):
     selection_block: int
 
 
+class Passes:
+    """Passes of calls that look alike, prepared by their backend when the first of them runs.
+
+    Attributes:
+        forward: see ``Backend.forward_for``.
+        backward: see ``Backend.backward_for``; by what is wanted, each behind the guard of its tensors.
+    """
+
+    __slots__ = ("backward", "forward")
+
+    def __init__(self) -> None:
+        """Has none."""
+        self.forward: Callable[[AttentionInputs], Results] | None = None
+        self.backward: dict[tuple[bool, ...], tuple[Callable[..., bool], Callable[[BackwardCall], Gradients]]] = {}
+
+
 class Plan(NamedTuple):
     """All that calls which look alike share; ``backend`` is the name of the one that serves them.
 
-    ``lasts``: whether calls that look alike get the same backend later.
+    ``lasts``: whether calls that look alike get the same backend later. ``passes`` is None where calls have no looks,
+    as they need the dispatcher.
     """
 
     options: Options
@@ -42,6 +68,7 @@ class Plan(NamedTuple):
     backend: str
     max_seqlens: tuple[int, int]
     lasts: bool = True
+    passes: Passes | None = None
 
 
 def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple[AttentionInputs, Plan]:
@@ -54,11 +81,14 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
 
     Raises:
         TypeError: a tensor of the wrong type or dtype, or another kind of mask.
-        ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call.
+        ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call, or none of
+            its gradients.
         RuntimeError: as ``BlockMask.tables`` does.
     """
     planned = make_plan if watched else cached_plan
     plan, tables, selected, block_mask = planned(call), None, None, call.block_mask
+    if backward:
+        dispatch.check_gradients(plan.backend, plan.spec)
     if block_mask is not None and block_mask.selection_block:
         selected = block_mask.selected()
         if watched:
@@ -71,6 +101,45 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
             tables = kept.as_fakes(tables)
     others = *plan.max_seqlens, tables, selected
     return AttentionInputs._make(call[:NUM_TENSORS] + others), plan
+
+
+def recalled(call: AttentionCall) -> Plan | None:
+    """The plan of a call that looks like one of the last with its options, and so does not need the dispatcher.
+
+    None if there is none, or a mode is on. Calls with a mask, bias or block mask are not found.
+    """
+    if call.block_mask is not None or call.mask is not None or call.bias is not None or is_thread_watched():
+        return None
+    tensors, key = _given(call)
+    for looks_alike, plan in _kept.get(key, ()):
+        if looks_alike(*tensors):
+            found: Plan = plan
+            return found
+    return None
+
+
+def remember(call: AttentionCall, plan: Plan) -> None:
+    """Has ``recalled`` find a plan for calls that look like this one, which does not need the dispatcher."""
+    if call.block_mask is not None or call.mask is not None or call.bias is not None or not plan.lasts:
+        return
+    tensors, key = _given(call)
+    if len(set(map(id, tensors))) == len(tensors):  # guards would not find it
+        _keep(key, ((looks_like(tensors), plan), *_kept.get(key, ())[: _LOOKS_AT_MOST - 1]))
+
+
+def _given(call: AttentionCall) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The tensors of a call, offsets once if queries and keys share them, and all else that its plan follows from."""
+    q, k, v, cu_q, cu_k, used_q, used_k, sink, *_ = call
+    is_shared = cu_q is cu_k
+    others = [x for x in (cu_q, None if is_shared else cu_k, used_q, used_k, sink) if x is not None]
+    are_absent = cu_q is None, cu_k is None, is_shared, used_q is None, used_k is None, sink is None
+    return [q, k, v, *others], (are_absent, call.bounds, call.options, call.backend, *dispatch.BACKENDS.values())
+
+
+def _keep(key: tuple[Any, ...], value: Any) -> None:
+    if len(_kept) >= _KEPT_AT_MOST:
+        _kept.clear()
+    _kept[key] = value
 
 
 def make_plan(call: AttentionCall) -> Plan:
@@ -94,13 +163,11 @@ def cached_plan(call: AttentionCall) -> Plan:
         validate.check_type_of_block_mask(block_mask)
         mask = block_mask.sizes, block_mask.order_sets, block_mask.device, known_of_block_mask(block_mask)
     key = (looks, call.bounds, mask, call.options, call.backend, *dispatch.BACKENDS.values())
-    plan = _kept.get(key)
+    plan: Plan | None = _kept.get(key)
     if plan is None:
-        plan = make_plan(call)
-        if len(_kept) >= _KEPT_AT_MOST:
-            _kept.clear()
+        plan = make_plan(call)._replace(passes=Passes())
         if plan.lasts:
-            _kept[key] = plan
+            _keep(key, plan)
     return plan
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Options, statically_true
+from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_FLOAT = sys.float_info.max
@@ -44,7 +44,7 @@ def check_options(
     causal: bool,
     window_size: Window,
     softcap: float,
-    deterministic: bool,
+    deterministic: Deterministic,
     return_lse: bool,
     return_max_logits: bool,
     zero_padding: bool,
@@ -53,8 +53,9 @@ def check_options(
     dropout_p: float,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
-    if not (type(causal) is type(deterministic) is type(zero_padding) is bool):
-        _check_flags({"causal": causal, "deterministic": deterministic, "zero_padding": zero_padding})  # type: ignore[unreachable]
+    packing_invariant = type(deterministic) is not bool and _is_invariant(deterministic)
+    if not (type(causal) is type(zero_padding) is bool):
+        _check_flags({"causal": causal, "zero_padding": zero_padding})  # type: ignore[unreachable]
     if not (type(return_lse) is type(return_max_logits) is bool):
         _check_flags({"return_lse": return_lse, "return_max_logits": return_max_logits})  # type: ignore[unreachable]
     if type(precise_gradients) is not bool:
@@ -70,9 +71,17 @@ def check_options(
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
     right = 0 if causal else right
-    return Options(
-        softmax_scale, left, right, softcap, deterministic, zero_padding, precise_gradients, return_max_logits
-    )
+    others = zero_padding, packing_invariant, precise_gradients, return_max_logits
+    return Options(softmax_scale, left, right, softcap, bool(deterministic), *others)
+
+
+def _is_invariant(deterministic: object) -> bool:
+    """Whether the value is "invariant", and not a bool."""
+    if isinstance(deterministic, str) and deterministic != "invariant":
+        raise ValueError(f'deterministic: expected a bool or "invariant", got {deterministic!r}')
+    if not isinstance(deterministic, (bool, str)):
+        raise TypeError(f'deterministic: expected a bool or "invariant", got {deterministic!r}')
+    return isinstance(deterministic, str)
 
 
 def _check_flags(flags: dict[str, object]) -> None:
@@ -94,6 +103,7 @@ def check(call: AttentionCall, device: torch.device | None = None) -> AttentionI
     """
     inputs = _check_dense(call) if call.bounds is None else _check_packed(call, *call.bounds)
     if call.block_mask is not None:
+        _check_promise(call.block_mask, call.options)
         _check_block_mask(call.block_mask, inputs, inputs.q.device if device is None else device)
     return inputs
 
@@ -149,6 +159,18 @@ def check_type_of_block_mask(block_mask: Any) -> None:
         elif isinstance(block_mask, Tensor):
             advice = "; BlockMask.from_dense, from_blocks and from_indices take tensors"
         raise TypeError(f"block_mask: expected a flash_attn_cute.BlockMask, got {type(block_mask).__name__}{advice}")
+
+
+def _check_promise(block_mask: BlockMask, options: Options) -> None:
+    """Refuses block masks under which a document's bits depend on where it is.
+
+    Those that are equivalent to a window or to documents never come here: ``lowering`` takes them for such.
+    """
+    if options.packing_invariant:
+        raise ValueError(
+            'block_mask: expected None, a window or documents with deterministic="invariant", as blocks are counted '
+            f"from the first row of all, wherever a document begins, got {block_mask}"
+        )
 
 
 def _check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: torch.device) -> None:

@@ -160,7 +160,7 @@ class _OverRanks(NamedTuple):
             "learnable_sink": inputs.learnable_sink,
             "mask": inputs.mask,
             "bias": inputs.bias,
-            "deterministic": options.deterministic,
+            "deterministic": options.promise,
             "return_lse": True,
             "return_max_logits": options.max_logits,
             "zero_padding": options.zero_padding,

@@ -14,7 +14,7 @@ from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, atte
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Options, Results
+from flash_attn_cute.spec import Deterministic, Options, Results
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +113,7 @@ def context_parallel_attn_func(
     mask: None = None,
     bias: None = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
@@ -142,7 +142,8 @@ def context_parallel_attn_func(
         mask: None.
         bias: None.
         block_mask: over all rows of an entry, see ``context_parallel_attn_varlen_func``; its batch is 1 or that of q.
-        deterministic: the same inputs on as many ranks give the same bits.
+        deterministic: the same inputs on as many ranks give the same bits. "invariant": as in ``flash_attn_func``, for
+            documents that are not cut.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, over the rows of all ranks; see
             ``flash_attn_func``. Every rank has to ask for it, and takes part in a reduction over all of them.
@@ -252,7 +253,7 @@ def context_parallel_attn_varlen_func(
     mask: None = None,
     bias: None = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     return_lse: bool = False,
     return_max_logits: bool = False,
     zero_padding: bool = True,
@@ -303,7 +304,8 @@ def context_parallel_attn_varlen_func(
         block_mask: the same on every rank, over all rows of queries and keys in their order, for all heads; its batch
             is 1. Ranks then trade rows for heads (method "auto" or "all_to_all", a group of one dimension), and each
             computes all rows of some heads. ``torch.compile`` breaks its graph there.
-        deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits.
+        deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits. "invariant": as in
+            ``flash_attn_func``, for documents that are not cut.
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, over the rows of all ranks; see
             ``flash_attn_func``. Every rank has to ask for it, and takes part in a reduction over all of them.

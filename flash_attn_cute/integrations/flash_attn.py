@@ -14,7 +14,7 @@ All functions share these arguments:
   the score of query i and key j. Linear memory, differentiable; in float32, so that at a distance of n keys a score is
   rounded to slope * n * 6e-8. If keys behind a query are visible, the keys up to it and those behind it are two calls,
   whose results are merged.
-- deterministic: the same inputs give the same bits.
+- deterministic: the same inputs give the same bits; "invariant" as in ``flash_attn_cute.flash_attn_func``.
 - return_attn_probs: return ``(out, softmax_lse, None)``. softmax_lse is the natural logarithm, float32, with the ALiBi
   bias as written above, -inf for a query that sees no key; the probabilities, None, exist with dropout only.
 - num_splits, pack_gqa: hints of flash-attn 3 that change no result. Accepted and not used.
@@ -59,7 +59,7 @@ def flash_attn_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
     *,
     qv: Tensor | None = None,
@@ -115,7 +115,7 @@ def flash_attn_kvpacked_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` with k and v in one tensor, of which they are views.
@@ -148,7 +148,7 @@ def flash_attn_qkvpacked_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` with q, k and v in one tensor, of which they are views.
@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
@@ -278,7 +278,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` with k and v in one tensor, of which they are views.
@@ -317,7 +317,7 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` with q, k and v in one tensor, of which they are views.

@@ -9,7 +9,7 @@ All functions share these arguments:
 - softmax_scale: the factor before softmax; None means 1 / sqrt(d).
 - causal, window_size=(left, right): aligned to the bottom right; -1 (or None) means unbounded.
 - softcap: bound on the scores' magnitude; 0.0 means none.
-- deterministic: the same inputs give the same bits.
+- deterministic: the same inputs give the same bits; "invariant" as in ``flash_attn_cute.flash_attn_func``.
 - return_attn_probs: return ``(out, softmax_lse)``; the latter is the natural logarithm, float32, -inf for a query that
   sees no key.
 - num_splits, pack_gqa: hints that change no result. Accepted and not used.
@@ -23,6 +23,7 @@ from numbers import Real
 
 from torch import Tensor
 
+from flash_attn_cute import api
 from flash_attn_cute.integrations import check_tensors, flash_attn
 from flash_attn_cute.integrations.flash_attn import Result, Window
 
@@ -48,7 +49,7 @@ def flash_attn_func(
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
@@ -101,7 +102,7 @@ def flash_attn_qkvpacked_func(
     window_size: Window = _UNBOUNDED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
@@ -172,7 +173,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:

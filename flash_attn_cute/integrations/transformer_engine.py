@@ -36,7 +36,7 @@ def thd_attention(
     *,
     softmax_scale: float | None = None,
     learnable_sink: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: api.Deterministic = False,
 ) -> Tensor:
     """Computes what ``DotProductAttention`` does with ``qkv_format="thd"`` and without dropout, by its argument names.
 
@@ -64,7 +64,7 @@ def thd_attention(
         softmax_scale: the factor before softmax; None means 1 / sqrt(d).
         learnable_sink: (nheads,), float32 or query_layer's dtype, the offsets of softmax_type="learnable"; zeros make
             it "off-by-one".
-        deterministic: the same inputs give the same bits.
+        deterministic: the same inputs give the same bits; "invariant" as in ``flash_attn_varlen_func``.
 
     Returns:
         (total_q, nheads * d_v), of query_layer's dtype.

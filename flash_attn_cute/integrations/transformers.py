@@ -125,7 +125,7 @@ def attend(
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: api.Deterministic | None = None,
     cache: object = None,
     output_attentions: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -155,7 +155,8 @@ def attend(
         indices: (batch, seqlen_q, selected), numbers of the keys that each query sees, if the mask shows them.
         block_indices: (batch, groups of heads, seqlen_q, selected), likewise of blocks of ``module.indexer.block_size``
             keys; -1 is none.
-        deterministic: make the backward pass deterministic, as with ``torch.use_deterministic_algorithms``.
+        deterministic: make the backward pass deterministic, as with ``torch.use_deterministic_algorithms``; or
+            "invariant", as in ``flash_attn_func``.
         cache: None; transformers' paged caches are not supported.
         output_attentions: not True; the weights are never in memory.
         cu_seq_lens_q: (sequences + 1,), offsets of packed sequences in the rows of all entries of the batch. With the
@@ -185,7 +186,7 @@ def attend(
         "softmax_scale": scaling,
         "softcap": 0.0 if softcap is None else softcap,
         "learnable_sink": s_aux,
-        "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
     }
     side = _side(sliding_window, pattern)
     band: dict[str, Any] = {"causal": causal or pattern.is_causal, "window_size": (side, side)}

@@ -18,15 +18,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import bundle, cache, disk, key, warm
 from flash_attn_cute.kernels import registry
-from flash_attn_cute.kernels.features import Features, words
+from flash_attn_cute.kernels.features import Features, PassName, words
+from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
-PASSES = ("forward", "backward", "bias_gradient")
+PASSES = get_args(PassName)
 LAYOUTS = ("dense", "packed")
 FEATURES = tuple(word for word in words() if word not in ("packed", "left", "right"))  # which have options of their own
 _ARCHITECTURES = registry.ARCHITECTURES
@@ -89,17 +90,22 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
                 contentions = (False, True) if features.block_mask else (False,)
                 cases = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), windows, contentions)
                 options = [{"keys": keys, "window": w, "low_contention": low} for keys, w, low in cases]
+            elif name == "selection":
+                if max(d, d_v) > HEAD_DIMS[-1]:
+                    raise ValueError(f"--head-dims: expected at most {HEAD_DIMS[-1]} for selection, got {max(d, d_v)}")
+                sizes = itertools.product(chosen.groups, BLOCKS)
+                options = [{"group": group, "block": block} for group, block in sizes]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 
 
 def _passes(chosen: argparse.Namespace) -> list[Any]:
-    """Passes that were asked for, or all that the architecture has."""
+    """Passes that were asked for, or all that the architecture has but selections."""
     has = _ARCHITECTURES[chosen.architecture].passes
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:
         raise ValueError(f"--passes: expected some of {', '.join(has)} for {chosen.architecture}, got {missing[0]}")
-    return [name for name in PASSES if name in (chosen.passes or has)]
+    return [name for name in PASSES if name in (chosen.passes or has.keys() - {"selection"})]
 
 
 def _on_all_gpus(name: str) -> list[registry.Architecture]:

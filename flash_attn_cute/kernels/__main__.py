@@ -9,11 +9,12 @@ state. It needs no GPU and no compiler.
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from flash_attn_cute.kernels import registry
-from flash_attn_cute.kernels.features import Features, words
+from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
+from flash_attn_cute.kernels.selection import HEAD_DIMS
 
 _PROGRAM = "flash_attn_cute.kernels"
 _ROWS = {"forward": "queries", "backward": "keys"}  # of a sequence, by which a pass's kernel is chosen
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     describe = top.add_subparsers(dest="command", required=True).add_parser("describe", help="print a kernel's page")
     describe.add_argument("architecture", choices=tuple(registry.ARCHITECTURES))
-    describe.add_argument("pass_name", choices=("forward", "backward", "bias_gradient"), metavar="pass")
+    describe.add_argument("pass_name", choices=get_args(PassName), metavar="pass")
     describe.add_argument("--d", type=int, required=True, help="head dimension of q and k")
     describe.add_argument("--d-v", type=int, help="head dimension of v (default: that of q and k)")
     describe.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"))
@@ -99,10 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status."""
     chosen = parser().parse_args(arguments)
     architecture = registry.ARCHITECTURES[chosen.architecture]
-    one_pass = architecture.passes[chosen.pass_name]
+    one_pass = architecture.passes.get(chosen.pass_name)
+    if one_pass is None:
+        print(f"pass: expected one of {', '.join(architecture.passes)}, got {chosen.pass_name}", file=sys.stderr)
+        return 2
     d, d_v = chosen.d, chosen.d_v or chosen.d
-    if not 0 < min(d, d_v) <= max(d, d_v) <= architecture.max_head_dim:
-        print(f"--d, --d-v: expected 1 to {architecture.max_head_dim}, got {d} and {d_v}", file=sys.stderr)
+    widest = HEAD_DIMS[-1] if chosen.pass_name == "selection" else architecture.max_head_dim
+    if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
+        print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)
         return 2
     features = Features.parse([*(["right"] if chosen.causal else []), *chosen.features])
     rows = {_ROWS[chosen.pass_name]: chosen.rows} if chosen.pass_name in _ROWS else {}

@@ -228,6 +228,45 @@ class BiasGradientArguments(NamedTuple):
     numbers: BiasGradientNumbers
 
 
+class SelectionNumbers(NamedTuple):
+    """Numbers of a forward pass in which each query selects key blocks."""
+
+    softmax_scale: Annotated[Any, _FLOAT]
+    softcap: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    top: Annotated[Any, _INT]  # ranks of a query: blocks that it selects at the most
+    first_row: Annotated[Any, _INT]  # of a launch, which is for some rows of q, in every batch entry,
+    num_rows: Annotated[Any, _INT]
+    first_unit: Annotated[Any, _INT]  # and some units: heads that are rows of one tile, of one batch entry
+    num_units: Annotated[Any, _INT]
+    sets_batch: Annotated[Any, _INT]  # selections there are over the batch and heads; 1 where all share them
+    sets_heads: Annotated[Any, _INT]
+    columns: Annotated[Any, _INT]  # key blocks of a set, over all sequences
+
+
+class SelectionArguments(NamedTuple):
+    """Arguments of a forward pass in which each query selects key blocks.
+
+    A pick is a query and a block that it selects; its number is ``top`` times the query's row, counted from
+    ``first_row``, plus the block's rank. Sets are over the batch and heads, see ``SelectionNumbers``.
+    """
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mV: Annotated[Any, _ROWS]
+    mO: Annotated[Any, _ROWS]
+    mLSE: Annotated[Any, _ROW_NUMBERS]
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
+    mColumns: Annotated[Any, Argument(INTS)]  # (sets, picks), flattened: a block's number, ``columns`` for none
+    mEntries: Annotated[Any, Argument(INTS)]  # (sets, picks), flattened: numbers of picks, by columns
+    mItems: Annotated[Any, Argument(replace(INTS, align=16))]  # (items, sets, 4), flattened: ``sm90.selection.Item``
+    mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.workspace_parts``
+    numbers: SelectionNumbers
+
+
 class MaskSizes(NamedTuple):
     """Sizes of the tables that a backward pass makes of a mask."""
 

@@ -9,9 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
+from flash_attn_cute.kernels.arguments import (
+    BackwardArguments,
+    BiasGradientArguments,
+    ForwardArguments,
+    SelectionArguments,
+)
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
+from flash_attn_cute.kernels.sm90.selection_config import selection_config
 from flash_attn_cute.kernels.sm100 import config as sm100
 
 if TYPE_CHECKING:
@@ -94,6 +100,12 @@ ARCHITECTURES = {
                     "sm90.backward.bias_gradient:BiasGradientSm90",
                     BiasGradientArguments,
                     "sm90.backward.bias_gradient_schedule:bias_gradient_schedule",
+                ),
+                "selection": Pass(
+                    selection_config,
+                    "sm90.selection:SelectionSm90",
+                    SelectionArguments,
+                    "sm90.selection_schedule:selection_schedule",
                 ),
             },
         ),

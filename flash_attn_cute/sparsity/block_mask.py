@@ -170,6 +170,14 @@ class BlockMask:
         return self._node.block if isinstance(self._node, Selection) else 0
 
     @property
+    def selection_shape(self) -> tuple[int, ...]:
+        """Shape of ``selected()``: (batch, heads, seqlen_q, top); of a mask of ``from_selection``."""
+        node = self._node
+        assert isinstance(node, Selection)
+        *sets, top = node.indices.shape
+        return (*sets, max(1, top))
+
+    @property
     def _is_searched(self) -> bool:
         """Whether a search finds its order, which waits for the device."""
         return isinstance(self._order, str) and self._order in launch_orders.SEARCHED

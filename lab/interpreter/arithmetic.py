@@ -41,7 +41,19 @@ def _multiply(s: Statement) -> Effect:
     if ".wide." in s.name:
         wide = TYPES[f"{kind[0]}{2 * int(kind[1:])}"]
         return s.compute(s.operands, [kind] * 2, lambda a, b: a.astype(wide) * b.astype(wide))
+    if ".hi." in s.name:
+        return s.compute(s.operands, [kind] * 2, _high_half)
     return s.compute(s.operands, [kind] * 2, operator.mul)
+
+
+def _high_half(a: Array, b: Array) -> Array:
+    """Of products of numbers of 32 bits, or of 16."""
+    wide = np.int64 if a.dtype.kind == "i" else np.uint64
+    return (a.astype(wide) * b.astype(wide) >> wide(8 * a.itemsize)).astype(a.dtype)
+
+
+def _leading_zeros(x: Array) -> Array:
+    return np.array([32 - int(n).bit_length() for n in x], np.uint32)
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -117,14 +129,23 @@ def _move(s: Statement) -> Effect:
 
 
 def _convert(s: Statement) -> Effect:
-    if s.name.startswith("cvt.rn."):
+    kind, given = s.name.split(".")[-2:]
+    if kind[0] in "su" and given[0] == "f":
+        rounding = {"rni": np.rint, "rzi": np.trunc}[s.name.split(".")[1]]
+        return s.compute(s.operands, [given], lambda x: _saturated(rounding(x), TYPES[kind]))
+    if s.name.startswith("cvt.rn.") and given == "f32":
         kind = s.name.split(".")[2]
         rounded = {"bf16": _bfloat16, "f16": _float16}[kind.removesuffix("x2")]
         if not kind.endswith("x2"):
             return s.compute(s.operands, ["f32"], lambda x: rounded(x).astype(np.uint16))
         return s.compute(s.operands, ["f32"] * 2, lambda high, low: rounded(high) << 16 | rounded(low))
-    kind, given = s.name.split(".")[-2:]
     return s.compute(s.operands, [given], lambda x: x.astype(TYPES[kind]))
+
+
+def _saturated(x: Array, kind: type) -> Array:
+    """Whole numbers as integers, the nearest there are; 0 of NaN."""
+    limits = np.iinfo(kind)
+    return np.clip(np.nan_to_num(x.astype(np.float64)), limits.min, limits.max).astype(kind)
 
 
 def _float16(x: Array) -> Array:
@@ -140,11 +161,14 @@ def _bfloat16(x: Array) -> Array:
 _COMPARE: dict[str, Callable[..., Array]] = {
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "neu": lambda a, b: ~(a == b),
+    "geu": lambda a, b: ~(a < b),
 }
 
 
 def _compare(s: Statement) -> Effect:
     _, relation, kind = s.name.split(".")
+    if relation == "ne" and "f" in kind:  # not of NaN
+        return s.compute(s.operands, [kind] * 2, lambda a, b: (a < b) | (a > b))
     return s.compute(s.operands, [kind] * 2, _COMPARE[relation])
 
 
@@ -196,9 +220,10 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "sub": _arithmetic(operator.sub),
     "fma": _arithmetic(_fused),
     "mul": _multiply,
-    "mad": _plain(lambda a, b, c: a * b + c),
+    "mad.lo": _plain(lambda a, b, c: a * b + c),
     **dict.fromkeys(("div.s32", "div.s64", "div.u32"), _plain(_divide)),
     **dict.fromkeys(("rem.s32", "rem.u32"), _plain(lambda a, b: a - _divide(a, b) * b)),
+    "div.rn.f32": _plain(operator.truediv),
     "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
     "neg": _plain(operator.neg),
     "abs": _plain(np.abs),
@@ -221,7 +246,9 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "selp": _select,
     "ex2.approx": _plain(lambda x: np.exp2(x).astype(np.float32)),
     "lg2.approx": _plain(lambda x: np.log2(x).astype(np.float32)),
-    "rcp.approx": _plain(lambda x: (np.float32(1) / x).astype(np.float32)),
+    **dict.fromkeys(("rcp.approx", "rcp.rn.f32"), _plain(lambda x: (np.float32(1) / x).astype(np.float32))),
+    "sqrt.rn.f32": _plain(np.sqrt),
+    "clz.b32": _plain(_leading_zeros),
     "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
     **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
     "vote.sync": _vote,

@@ -5,20 +5,26 @@ from collections.abc import Callable
 import numpy as np
 
 from lab.interpreter import weak
-from lab.interpreter.state import GLOBAL, Array, Barrier, Effect, FaultError, Mask, Warp, converged, lanes_of
+from lab.interpreter.state import ALL, GLOBAL, Array, Barrier, Effect, FaultError, Mask, Warp, converged, lanes_of
 from lab.interpreter.statement import TYPES, Statement, base_and_offset, vector
 from lab.ptx.tree import Operand
 
 
 def _words(s: Statement, operand: Operand, count: int) -> Callable[[Warp, Mask], tuple[Array, Array]]:
     """Makes a function that gives memory in words of the instruction's type, and the first word of an access."""
-    is_global, size = "global" in s.instruction.parts, int(s.kind[1:]) // 8
+    is_global, of_cluster = ("global" in s.instruction.parts, "shared::cluster" in s.instruction.parts)
+    size = int(s.kind[1:]) // 8
     address = s.address(operand, "u64" if is_global else "u32")
     unaligned = size * count - 1
 
     def place(warp: Warp, mask: Mask) -> tuple[Array, Array]:
-        memory, first = (warp.cta.memory, GLOBAL) if is_global else (warp.cta.shared, warp.cta.first_shared)
-        at = address(warp) - first
+        at = address(warp)
+        if is_global:
+            memory, first = warp.cta.memory, GLOBAL
+        else:
+            cta = warp.cta.owner(int(at[lanes_of(mask)][0])) if of_cluster else warp.cta
+            memory, first = cta.shared, cta.first_shared
+        at = at - first
         if mask is not None:
             at = np.where(mask, at, 0)
         # One below zero is a large one without a sign.
@@ -79,20 +85,52 @@ def store(s: Statement) -> Effect:
             for i, value in enumerate(values):
                 words[at[lanes] + i] = value
 
-        def show(chosen: Array) -> None:
-            places = at[chosen][:, None] + following
-            warp.cta.shown.view(words.dtype)[places] = words[places]
-
         if is_global:
             weak.write_global(warp, at[lanes] * words.itemsize, words.itemsize * len(reads), write)
             return
         write()
-        if weak.is_late(warp.cta.draw):
-            warp.late.to_async.append((lanes, show))
-        else:
-            show(lanes)
+        _show_later(warp, words, at[:, None] + following, lanes)
 
     return store_words
+
+
+def _show_later(warp: Warp, words: Array, places: Array, lanes: Array) -> None:
+    """Shows what lanes have stored in shared memory, each at places of its own, to TMA and tensor cores, by chance."""
+
+    def show(chosen: Array) -> None:
+        warp.cta.shown.view(words.dtype)[places[chosen]] = words[places[chosen]]
+
+    if weak.is_late(warp.cta.draw):
+        warp.late.to_async.append((lanes, show))
+    else:
+        show(lanes)
+
+
+def matrices(s: Statement) -> Effect:
+    """Loads or stores matrices of 8 x 8 numbers of 16 bits, whose rows are at addresses that eight lanes each give."""
+    is_load, transposes = s.instruction.is_a("ldmatrix"), "trans" in s.instruction.parts
+    of_registers, of_memory = s.operands if is_load else s.operands[::-1]
+    names = vector(of_registers)
+    targets, reads = ([s.target(x) for x in names], []) if is_load else ([], [s.source(x, "b32") for x in names])
+    address = s.address(of_memory)
+
+    def move(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        at = address(warp)[: 8 * len(names)] - warp.cta.first_shared
+        if ((at < 0) | (at + 16 > len(warp.cta.shared)) | (at % 16 != 0)).any():
+            raise FaultError(f"{s.name} at {at}")
+        places = at.reshape(-1, 8, 1) // 2 + np.arange(8)  # (matrix, row, column)
+        if transposes:
+            places = places.swapaxes(1, 2)
+        memory, places = warp.cta.shared.view("u2"), places.reshape(len(names), 64)  # two numbers a thread
+        if is_load:
+            for write, words in zip(targets, memory[places].view(np.uint32), strict=True):
+                write(warp, words, None)
+            return
+        memory[places] = np.array([read(warp) for read in reads]).view(np.uint16)
+        _show_later(warp, memory, places.reshape(len(names), 32, 2).swapaxes(0, 1), ALL)
+
+    return move
 
 
 def atomic_add(s: Statement) -> Effect:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lab.interpreter import arithmetic, memory, tensor, tma
+from lab.interpreter import arithmetic, memory, tensor, tma, warpgroup
 from lab.interpreter.state import Effect, FaultError, Mask, Warp, converged
 from lab.interpreter.statement import Statement
 from lab.ptx import tree
@@ -35,6 +35,7 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     **arithmetic.INSTRUCTIONS,
     "ld": memory.load,
     "st": memory.store,
+    **dict.fromkeys(("ldmatrix", "stmatrix"), memory.matrices),
     "atom.global.add": memory.atomic_add,
     "red": memory.reduce,
     "mbarrier.test_wait.parity": memory.test_barrier,
@@ -53,6 +54,9 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "tcgen05.commit": tensor.commit,
     "tcgen05.mma": tensor.multiply,
     "tcgen05.wait": tensor.wait,
+    "wgmma.fence": warpgroup.fence,
+    "wgmma.mma_async": warpgroup.multiply,
+    "wgmma.commit_group": warpgroup.commit_group,
     "fence": memory.fence,
     **dict.fromkeys(("tcgen05.fence", "tcgen05.relinquish_alloc_permit"), _nothing),
     **dict.fromkeys(("bar.warp.sync", "prefetch.tensormap", "nanosleep"), _nothing),
@@ -63,7 +67,7 @@ class Step(NamedTuple):
     """An instruction as it is executed."""
 
     text: str
-    kind: str  # "run", "poll" (which also ends the warp's turn), "branch", "return", or what is waited for
+    kind: str  # "run", "poll" (which also ends the warp's turn), "branch", "return", or "arrive", or what is waited for
     what: Any  # belongs to that: an ``Effect``, where a branch goes, what shows when a wait is over
     predicate: tuple[str, bool] | None  # register, and whether it has to be false
 
@@ -85,6 +89,7 @@ class Program:
         self.num_warps = function.num_threads // 32
         self.num_registers = function.registers  # a thread's at launch
         params = {name: number for number, (_, name, _) in enumerate(declared)}
+        self.has_warpgroups = any(x.is_a("wgmma") for x in function.instructions)
         self.code = [self._step(Statement(x, params), text[x.start : x.end]) for x in function.instructions]
 
     def _step(self, s: Statement, text: str) -> Step:
@@ -100,10 +105,12 @@ class Program:
             return "return", None
         if is_a("mbarrier.try_wait.parity"):
             return "wait", (s.address(operands[1]), s.source(operands[2], "u32"), s.target(operands[0]))
-        if is_a("bar.sync"):
+        if is_a("bar.sync", "bar.arrive"):
             all_threads = s.constant(32 * self.num_warps, "u32")
             count = s.source(operands[1], "u32") if len(operands) > 1 else all_threads
-            return "meet", (s.source(operands[0], "u32"), count)
+            return "meet" if is_a("bar.sync") else "arrive", (s.source(operands[0], "u32"), count)
+        if is_a("wgmma.wait_group"):
+            return "products", operands[0].number
         if is_a("barrier.cluster.wait"):
             return "cluster", None
         if is_a("setmaxnreg.inc"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.interpreter import tensor, tma, weak
+from lab.interpreter import tensor, tma, warpgroup, weak
 from lab.interpreter.program import Program
 from lab.interpreter.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Launch, Name, Warp, converged
 
@@ -27,13 +27,14 @@ class _Schedule:
     def __init__(self, program: Program, cluster: Cluster, draw: random.Random, lagging: Lagging | None):
         """``lagging``: what goes on only when nothing else can; None: drawn, half of the time nothing."""
         self.code, self.ctas, self.draw = program.code, cluster.ctas, draw
-        self.meetings: dict[tuple[int, int], list[Warp]] = {}  # by CTA and number
+        self.meetings: dict[tuple[int, int], tuple[int, list[Warp]]] = {}  # by CTA and number: threads, who is there
         self.warps = {
             (cta.rank, i): Warp(cta, i, program.num_registers) for cta in self.ctas for i in range(program.num_warps)
         }
         cluster.num_warps = len(self.warps)
         groups = [frozenset(range(first, first + 4)) for first in range(0, program.num_warps, 4)]
-        some: list[Lagging] = [*(frozenset({name}) for name in ("loads", "stores", "products", "arrivals")), *groups]
+        multiplying = ("warpgroups",) if program.has_warpgroups else ("products", "arrivals")
+        some: list[Lagging] = [*(frozenset({name}) for name in ("loads", "stores", *multiplying)), *groups]
         drawn = draw.choice((draw.choice(some), frozenset()))
         ranks = [[cta.rank] for cta in self.ctas] + [[cta.rank for cta in self.ctas]]
         slow = draw.choice(ranks) if lagging is None and len(self.ctas) > 1 else ranks[-1]  # one's, or those of all
@@ -46,6 +47,8 @@ class _Schedule:
             self.engines[cta.rank, "loads"] = functools.partial(tma.load, cta), cta.loads
             self.engines[cta.rank, "stores"] = functools.partial(tma.store, cta), cta.stores
             self.engines[cta.rank, "products"] = advance, cta.products
+            advance = functools.partial(self._advance_warpgroups, cta)
+            self.engines[cta.rank, "warpgroups"] = advance, cta.warp_products
             self.engines[cta.rank, "arrivals"] = functools.partial(tensor.arrive, cta), cta.arrivals
 
     def run(self) -> Iterator[bool]:
@@ -83,7 +86,9 @@ class _Schedule:
             return
         if cta.columns:
             raise FaultError("tensor memory is not freed")
-        if cta.loads or cta.products or not all(store.is_read for store in cta.stores):
+        if cta.issued:
+            raise FaultError(f"a part of a warpgroup issues products: {cta.issued}")
+        if cta.loads or cta.products or cta.warp_products or not all(store.is_read for store in cta.stores):
             raise FaultError("ends while copies are under way")
         while cta.stores:
             tma.store(cta)
@@ -95,7 +100,13 @@ class _Schedule:
         cta.is_over = True
 
     def _advance_products(self, cta: Cta) -> None:
-        tensor.advance(cta, 1 if (cta.rank, "products") in self.lagging else self.draw.choice((1, 4, 16)))
+        tensor.advance(cta, self._num_products(cta, "products"))
+
+    def _advance_warpgroups(self, cta: Cta) -> None:
+        warpgroup.advance(cta, self._num_products(cta, "warpgroups"))
+
+    def _num_products(self, cta: Cta, engine: str) -> int:
+        return 1 if (cta.rank, engine) in self.lagging else self.draw.choice((1, 4, 16))
 
     def _can_go_on(self, warp: Warp) -> bool:
         if warp.waits_for is not None:
@@ -103,7 +114,9 @@ class _Schedule:
             arrived = kind == "wait" and warp.cta.barriers[what].phase & 1 != number
             met = kind == "cluster" and warp.cta.cluster.phase > number
             granted = kind == "registers" and warp.get_registers(number)
-            if arrived or met or granted or (kind.startswith("is_") and warp.pending_groups(kind) <= number):
+            computed = kind == "products" and warpgroup.is_over(warp, number)
+            copied = kind.startswith("is_") and warp.pending_groups(kind) <= number
+            if arrived or met or granted or computed or copied:
                 warp.waits_for = None
         return warp.waits_for is None and not warp.is_done
 
@@ -165,7 +178,7 @@ class _Schedule:
         return min(places), warp.places.pop(min(places))
 
     def _wait(self, warp: Warp, kind: str, what: Any) -> None:
-        if kind == "registers" or kind.startswith("is_"):
+        if kind in ("registers", "products") or kind.startswith("is_"):
             warp.waits_for = (kind, 0, what)
             return
         if kind == "cluster":
@@ -174,21 +187,29 @@ class _Schedule:
             warp.waits_for = (kind, 0, warp.meeting)
             warp.meeting = None
             return
-        if kind == "meet":
-            weak.arrive(warp)
         first, second = (int(read(warp)[0]) for read in what[:2])
-        warp.waits_for = (kind, first, second)
+        if kind != "arrive":
+            warp.waits_for = (kind, first, second)
         if kind == "wait":
             warp.cta.barrier(first)
             what[2](warp, ALL, None)  # once it goes on, it need not try again
-            return
-        together = self.meetings.setdefault((warp.cta.rank, first), [])
-        if any(each.waits_for != warp.waits_for for each in together):
-            raise FaultError(f"barrier {first} is awaited by different numbers of threads: {second} by {warp.index}")
+        else:
+            self._meet(warp, first, second)
+
+    def _meet(self, warp: Warp, barrier: int, num_threads: int) -> None:
+        """Arrives at a barrier of the CTA, of so many threads."""
+        weak.arrive(warp)
+        number, together = self.meetings.setdefault((warp.cta.rank, barrier), (num_threads, []))
+        if number != num_threads:
+            raise FaultError(f"barrier {barrier} has different numbers of threads: {num_threads} by {warp.index}")
+        if warp in together:
+            raise FaultError(f"warp {warp.index} arrives twice at barrier {barrier}")
         together.append(warp)
-        if 32 * len(together) == second:
-            for each in self.meetings.pop((warp.cta.rank, first)):
-                each.waits_for = None
+        if 32 * len(together) == num_threads:
+            del self.meetings[warp.cta.rank, barrier]
+            for each in together:
+                if each.waits_for == ("meet", barrier, num_threads):
+                    each.waits_for = None
 
 
 def run(

@@ -15,7 +15,7 @@ Mask = Array | None  # of lanes; None: all
 Read = Callable[["Warp"], Array]
 Write = Callable[["Warp", Array, Mask], None]
 Effect = Callable[["Warp", Mask], None]  # of an instruction
-Name = int | str  # a warp's number, or of an engine "loads", "stores", "products" or "arrivals"
+Name = int | str  # a warp's number, or of an engine "loads", "stores", "products", "arrivals" or "warpgroups"
 Lagging = frozenset[Name | tuple[int, Name]]  # of every CTA, or with a rank in a cluster of one
 
 GLOBAL, SHARED, PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
@@ -101,6 +101,11 @@ def within_cta(address: Any) -> Any:
     return address % RANK_PITCH
 
 
+def ranks_of(mask: int) -> tuple[int, ...]:
+    """CTAs of a cluster that bits of a mask stand for."""
+    return tuple(rank for rank in range(16) if mask >> rank & 1)
+
+
 class Product(NamedTuple):
     """An MMA that has been issued."""
 
@@ -118,6 +123,27 @@ class Commit(NamedTuple):
 
     barrier: int
     ranks: tuple[int, ...]  # of the CTAs at whose barriers, at the same place
+
+
+@dataclass(eq=False)
+class Sum:
+    """What a warp has of the accumulators of products under way: numbers of each register, whose names are given."""
+
+    names: tuple[str, ...]
+    values: Array  # float32, (registers, 32)
+    num_products: int = 0  # that the warp has not waited for
+
+
+@dataclass(eq=False)
+class WarpProduct:
+    """A warp's part of a ``wgmma``: 16 rows."""
+
+    warp: "Warp"
+    sum: Sum
+    a: dict[str, Array]  # registers of A, if it is in such
+    multiply: Callable[[], Array]  # what is added to the sum, or is it: (registers, 32)
+    accumulates: bool
+    is_done: bool = False
 
 
 @dataclass(kw_only=True)
@@ -213,6 +239,8 @@ class Cta:
     stores: list[Copy] = field(default_factory=list)
     products: deque[Product | Commit] = field(default_factory=deque)
     arrivals: list[int] = field(default_factory=list)  # of commits, at mbarriers
+    warp_products: list[WarpProduct] = field(default_factory=list)  # of warpgroups
+    issued: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # warpgroup, number: its wgmma, of each warp
     is_over: bool = False  # all its warps have returned
     free_registers: int = 0  # a thread of a warp, that some warps have given back and no others have got
 
@@ -243,7 +271,7 @@ class Cta:
         return barriers[address]
 
 
-@dataclass
+@dataclass(eq=False)
 class Warp:
     """A warp's registers, and where its lanes are: several places where they have gone different ways."""
 
@@ -260,6 +288,12 @@ class Warp:
     groups: list[list[Copy]] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
+    # Products of warpgroups: those that no group has, the groups that it has not waited for, and their sums.
+    open_products: list[WarpProduct] = field(default_factory=list)
+    product_groups: list[list[WarpProduct]] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    num_products: int = 0  # issued
+    fenced: dict[str, Array] = field(default_factory=dict)  # registers as they were at the last wgmma.fence
 
     @property
     def elected(self) -> Array:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from lab.interpreter import weak
+from lab.interpreter.operands import COLUMNS, Operand, floats
 from lab.interpreter.state import (
     RANK_PITCH,
     Array,
@@ -15,10 +16,10 @@ from lab.interpreter.state import (
     Warp,
     converged,
     only,
+    ranks_of,
     within_cta,
 )
 from lab.interpreter.statement import Statement, vector
-from lab.interpreter.tma import swizzled
 
 
 def access(s: Statement) -> Effect:
@@ -105,8 +106,7 @@ def commit(s: Statement) -> Effect:
 
     def commit_products(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
-        ranks_mask = 1 << warp.cta.rank if ranks is None else int(ranks(warp)[lane])
-        to_ranks = tuple(rank for rank in range(16) if ranks_mask >> rank & 1)
+        to_ranks = (warp.cta.rank,) if ranks is None else ranks_of(int(ranks(warp)[lane]))
         warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), to_ranks))
 
     return commit_products
@@ -158,9 +158,9 @@ def _multiply(cta: Cta, p: Product) -> None:
     is_known = not i & _UNUSED and i >> 4 & 3 == 1 and i >> 7 & 7 == i >> 10 & 7
     if rows * halves != 128 or not is_known or not 16 <= columns <= 256 or columns % 16:
         raise FaultError(f"a product of another kind: {i:#x}")
-    is_transposed = bool(i >> 16 & 1)
-    b = [_operand(each, p.b, columns // len(ctas), is_transposed=is_transposed) for each in ctas]
-    right = _floats(np.concatenate(b), i >> 10 & 7).T
+    operand_b = _operand(p.b, is_transposed=bool(i >> 16 & 1))
+    b = [operand_b.read(each, 0, columns // len(ctas)) for each in ctas]
+    right = floats(np.concatenate(b), _kind(i >> 10)).T
     for each in ctas:
         if p.target + columns // halves > each.columns:
             raise FaultError(f"columns {p.target} .. {p.target + columns // halves} are not all allocated")
@@ -173,37 +173,25 @@ def _multiply(cta: Cta, p: Product) -> None:
 
 def _left(cta: Cta, p: Product, rows: int) -> Array:
     """16 of the columns of A, in float32: of the rows that a CTA has."""
-    is_transposed, kind = bool(p.instruction >> 15 & 1), p.instruction >> 7 & 7
+    is_transposed, kind = bool(p.instruction >> 15 & 1), _kind(p.instruction >> 7)
     if not p.a_in_tensor_memory:
-        return _floats(_operand(cta, p.a, rows, is_transposed=is_transposed), kind)
+        return floats(_operand(p.a, is_transposed=is_transposed).read(cta, 0, rows), kind)
     if is_transposed or rows != len(cta.tensor_memory):
         raise FaultError(f"a transposed operand in tensor memory, or one of few rows: {p.instruction:#x}")
-    return _floats(np.ascontiguousarray(cta.tensor_memory[:, p.a : p.a + 8]).view("u2"), kind)
+    return floats(np.ascontiguousarray(cta.tensor_memory[:, p.a : p.a + COLUMNS // 2]).view("u2"), kind)
 
 
-def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Array:
-    """16 of the columns that are summed over, of some rows, from where a descriptor says."""
-    start, leading, stride = (descriptor >> bits << 4 & 0x3FFF0 for bits in (0, 16, 32))
+def _operand(descriptor: int, *, is_transposed: bool) -> Operand:
     if descriptor & _FIXED != 1 << 46 or descriptor >> 61 not in _ROW_BYTES:
         raise FaultError(f"another layout: {descriptor:#x}")
-    row, k, row_bytes = np.arange(rows)[:, None], np.arange(16), _ROW_BYTES[descriptor >> 61]
-    if is_transposed:
-        contiguous = row_bytes // 2
-        offsets = row % contiguous * 2 + row // contiguous * leading + k % 8 * row_bytes + k // 8 * stride
-    else:
-        offsets = row % 8 * row_bytes + row // 8 * stride + k * 2
-    return cta.shown.view("u2")[swizzled(start + offsets, row_bytes)]
+    return Operand.of(descriptor, _ROW_BYTES[descriptor >> 61], is_transposed=is_transposed)
+
+
+def _kind(bits: int) -> str:
+    """The kind of an operand's numbers, as instruction descriptors give it."""
+    return {0: "f16", 1: "bf16"}.get(bits & 7, f"number {bits & 7}")
 
 
 _UNUSED = 0b1110_0000_1000_0000_0110_0000_0100_1111  # bits of an instruction's descriptor
 _FIXED = 0x1FFF_C000_C000_C000  # of an operand's, whose other bits are addresses, distances and the swizzle
 _ROW_BYTES = {2: 128, 4: 64}  # of a swizzled layout, by its kind in descriptors
-
-
-def _floats(bits: Array, kind: int) -> Array:
-    """Numbers of 16 bits in float32, of the kind that instruction descriptors give."""
-    if kind == 0:
-        return bits.view(np.float16).astype(np.float32)
-    if kind == 1:  # bfloat16
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    raise FaultError(f"operands of kind {kind}")

@@ -13,6 +13,7 @@ from lab.interpreter.state import (
     GLOBAL,
     PARAM_PITCH,
     PARAMS,
+    RANK_PITCH,
     SHARED,
     Array,
     Copy,
@@ -23,9 +24,10 @@ from lab.interpreter.state import (
     Warp,
     converged,
     only,
+    ranks_of,
     within_cta,
 )
-from lab.interpreter.statement import Statement, vector
+from lab.interpreter.statement import TYPES, Statement, vector
 
 _ENCODING = struct.Struct("<QI5I5I3s5B")  # address, kind, strides / 16, sizes - 1, element strides - 1, box - 1
 _PLAIN = 0x40002  # of the kind: tiles, of elements that follow each other, with zeros where there are none
@@ -133,9 +135,9 @@ class _Range(Copy):
 
 @dataclass(kw_only=True)
 class Bytes(_Range):
-    """Copy of bytes to or from global memory, or an addition of float32 numbers to it."""
+    """Copy of bytes to or from global memory, or an addition of numbers to it."""
 
-    adds: bool
+    added: str = ""  # the type of numbers that are added; "": bytes replace what there is
 
     def load(self, cta: Cta) -> None:
         """Copies from global memory."""
@@ -150,8 +152,8 @@ class Bytes(_Range):
         place = cta.memory[self.whole]
 
         def write() -> None:
-            if self.adds:
-                place.view(np.float32)[:] += data.view(np.float32)
+            if self.added:
+                place.view(TYPES[self.added])[:] += data.view(TYPES[self.added])
             else:
                 place[:] = data
 
@@ -208,13 +210,14 @@ def _ask(warp: Warp, copy: Copy, *, is_store: bool) -> None:
 
 
 def copy_box(s: Statement) -> Effect:
-    """Asks for a load or a store of a box."""
+    """Asks for a load or a store of a box; a load may be for several CTAs, at the same place in each."""
     is_store = _is_store(s)
     whole, other = (s.operands[0], s.operands[1]) if is_store else (s.operands[1], s.operands[0])
     descriptor, place = whole.parts
     which, shared = s.source(descriptor, "u64"), s.address(other)
     coordinates = [s.source(x, "s32") for x in vector(place)]
     barrier = None if is_store else s.address(s.operands[2])
+    ranks = s.source(s.operands[3], "b16") if "multicast::cluster" in s.instruction.parts else None
 
     def ask(warp: Warp, mask: Mask) -> None:
         if is_store:  # written as the whole warp's, which issues one
@@ -224,7 +227,7 @@ def copy_box(s: Statement) -> Effect:
         tensor = TensorMap.of(warp.cta.params[number][offset : offset + 128])
         address, pitch = int(shared(warp)[lane]), 2 * tensor.box[0]
         rows = math.prod(tensor.box[1:])
-        if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
+        if address % 128 or (not is_store and warp.cta.owner(address) is not warp.cta):
             raise FaultError(f"a box at {address}")
         at_barrier = None if barrier is None else int(barrier(warp)[lane])
         if at_barrier is not None:  # either CTA of a pair may get the signal
@@ -239,7 +242,12 @@ def copy_box(s: Statement) -> Effect:
             shared=swizzled(places, tensor.swizzle),
             barrier=at_barrier or 0,
         )
-        _ask(warp, box, is_store=is_store)
+        if ranks is None:
+            _ask(warp, box, is_store=is_store)
+            return
+        for rank in ranks_of(int(ranks(warp)[lane])):
+            there = within_cta(box.barrier) + rank * RANK_PITCH
+            warp.cta.owner(there).loads += replace(box, barrier=there).halves()
 
     return ask
 
@@ -299,7 +307,7 @@ def copy_bytes(s: Statement) -> Effect:
             warp=warp,
             whole=places[0],
             shared=places[1],
-            adds=s.instruction.is_a("cp.reduce"),
+            added=s.kind if s.instruction.is_a("cp.reduce") else "",
             barrier=0 if barrier is None else int(barrier(warp)[lane]),
         )
         _ask(warp, copy, is_store=is_store)

@@ -42,7 +42,7 @@ def commands_of_page() -> list[str]:
 
 
 def printed(command: str) -> str:
-    """What a command prints."""
+    """Output of a command, a line each."""
     return "".join(f"{line}\n" for line in _lines(_parser().parse_args(command.split())))
 
 

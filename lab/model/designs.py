@@ -4,8 +4,17 @@ Published: TFLOP/s of flash-attn-4 on a B200, bfloat16, 8k tokens in a sequence,
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm100.config import (
+    CTAS,
+    DQ_STAGES,
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+    forward_config,
+)
 from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
 from lab.model.launch import Order, Prediction, Shape, predict
 from lab.model.machine import B200, Machine
@@ -97,53 +106,101 @@ def on(machine: str, design: ForwardDesign | BackwardDesign) -> ForwardDesign | 
     return design
 
 
-# Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
-PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
-_FOUR = replace(PLANNED, stages=4)
-_OURS = replace(_FOUR, early=True, polynomials=0.125)
-_BIAS = replace(_OURS, polynomials=0.0, bias=2)
-_64 = ForwardDesign(64, 64, maxima=False, stages=8, polynomials=0.125)
-_WIDE = ForwardDesign(256, 256, maxima=False, keys=64, stages=4, tiles=1, warpgroups=1, polynomials=0.125)
-_WIDE_PAIR = replace(_WIDE, keys=128, pair=True)
-_WIDE_192 = replace(_WIDE, d=192, d_v=192, stages=6)
-_WIDE_192_PAIR = replace(_WIDE_PAIR, d=192, d_v=192, stages=6)
-_192 = ForwardDesign(192, 128, maxima=False, stages=3, polynomials=0.125, o_over_q=True)
-_192_PAIR = replace(_192, stages=4, o_over_q=False, pair=True)
+# Ours: kernels by the names that their designs have on the page.
+
+_LONG = 8192  # rows of a sequence that gets pairs of CTAs, where there are any
+
+
+def _forward(d: int, d_v: int, queries: int = 0, *, bias: bool = False) -> ForwardConfig:
+    return forward_config("bfloat16", d, d_v, Features(bias=bias), queries=queries)
+
+
+def _backward(d: int, d_v: int, keys: int = 0) -> BackwardConfig:
+    return backward_config("bfloat16", d, d_v, Features(), keys=keys)
+
+
+KERNELS: dict[str, ForwardConfig | BackwardConfig] = {
+    "forward": _forward(128, 128, _LONG),
+    "forward, a bias": _forward(128, 128, _LONG, bias=True),
+    "forward d = 64": _forward(64, 64, _LONG),
+    "forward (192, 128)": _forward(192, 128),
+    "forward (192, 128) 2-CTA": _forward(192, 128, _LONG),
+    "forward d = 192": _forward(192, 192, _LONG),
+    "forward d = 256": _forward(256, 256),
+    "forward d = 256 2-CTA": _forward(256, 256, _LONG),
+    "backward 1-CTA": _backward(128, 128),
+    "backward 2-CTA": _backward(128, 128, _LONG),
+    "backward d = 64": _backward(64, 64, _LONG),
+    "backward (192, 128) 1-CTA": _backward(192, 128),
+    "backward (192, 128) 2-CTA": _backward(192, 128, _LONG),
+    "backward d = 192 1-CTA": _backward(192, 192),
+    "backward d = 192 2-CTA": _backward(192, 192, _LONG),
+    "backward d = 256 1-CTA": _backward(256, 256),
+    "backward d = 256 2-CTA": _backward(256, 256, _LONG),
+}
+
+
+def forward_design(c: ForwardConfig) -> ForwardDesign:
+    """Design of a forward kernel. All kernels do without maxima, and hand P over in two parts."""
+    return ForwardDesign(
+        d=c.tile_d,
+        d_v=c.tile_dv,
+        polynomials=1 / c.polynomial_every if c.polynomial_every else 0.0,
+        maxima=False,
+        keys=c.tile_n,
+        early=True,
+        persistent=c.persistent,
+        stages=c.k_stages + c.v_stages,
+        o_over_q=c.o_in_q,
+        tiles=c.q_parts,
+        warpgroups=c.q_parts,
+        pair=c.ctas_a_tile == CTAS,
+        bias=2 if c.features.bias else 0,
+    )
+
+
+def backward_design(c: BackwardConfig) -> BackwardDesign:
+    """Design of a backward kernel.
+
+    In all kernels a warp waits for turns, and the first contributor overwrites; compute warpgroups do not meet.
+    """
+    return BackwardDesign(
+        d=c.tile_d,
+        d_v=c.tile_dv,
+        pair=c.ctas_a_tile == CTAS,
+        ordered=c.features.deterministic,
+        turns_ahead=True,
+        meets=False,
+        overwrites=c.counts_additions,
+        own_columns=not (c.dQ_over_S or c.dQ_over_dP),
+        persistent=True,
+        num_passes=c.num_passes,
+        queries=c.tile_m,
+        kv_stages=c.kv_stages,
+        q_stages=c.q_stages,
+        do_stages=c.do_stages,
+        piece_columns=c.piece_columns,
+        piece_stages=DQ_STAGES,
+    )
+
+
+_OF_KERNELS: dict[str, Any] = {
+    name: forward_design(c) if isinstance(c, ForwardConfig) else backward_design(c) for name, c in KERNELS.items()
+}
+_OURS, _BIAS, _64 = (_OF_KERNELS[name] for name in ("forward", "forward, a bias", "forward d = 64"))
+_WIDE, _BACKWARD, _BACKWARD_PAIR = (
+    _OF_KERNELS[name] for name in ("forward d = 256", "backward 1-CTA", "backward 2-CTA")
+)
+# A first version as planned: three stages of keys and values, P handed over whole.
+PLANNED = replace(_OURS, stages=3, early=False, polynomials=0.0)
 _PAIR = replace(_OURS, pair=True, stages=8)
-_BACKWARD = BackwardDesign(128, 128, meets=False, ordered=True, turns_ahead=True, overwrites=True, persistent=True)
-_BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
-_BACKWARD_64 = replace(_BACKWARD, d=64, d_v=64, kv_stages=2, do_stages=2, own_columns=True)
-_BACKWARD_64_PAIR = replace(_BACKWARD_PAIR, d=64, d_v=64, kv_stages=2, own_columns=True)
-_BACKWARD_96_PAIR = replace(_BACKWARD_PAIR, d=96, d_v=96, own_columns=True)
-_BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
-_BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
-_BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, num_passes=2, queries=64, q_stages=1, own_columns=True)
-_BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
-_BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
-_BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)
 _NO_ORDER = {"ordered": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
+    **_OF_KERNELS,
     "forward as planned": PLANNED,
-    "forward": _OURS,
-    "forward, a bias": _BIAS,
     "forward 2-CTA": _PAIR,
-    "forward d = 64": _64,
-    "forward (192, 128)": _192,
-    "forward (192, 128) 2-CTA": _192_PAIR,
-    "forward d = 192": _WIDE_192,
-    "forward d = 256": _WIDE,
-    "forward d = 256 2-CTA": _WIDE_PAIR,
-    "backward 1-CTA": _BACKWARD,
     "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
-    "backward 2-CTA": _BACKWARD_PAIR,
     "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),
-    "backward d = 64": _BACKWARD_64,
-    "backward (192, 128) 1-CTA": _BACKWARD_192,
-    "backward (192, 128) 2-CTA": _BACKWARD_192_PAIR,
-    "backward d = 192 1-CTA": _BACKWARD_TWO_192,
-    "backward d = 192 2-CTA": _BACKWARD_TWO_192_PAIR,
-    "backward d = 256 1-CTA": _BACKWARD_256,
-    "backward d = 256 2-CTA": _BACKWARD_256_PAIR,
 }
 
 
@@ -168,29 +225,35 @@ class Change(NamedTuple):
         return (False, True) if self.window is None else (True,)
 
 
+def _as_pairs(kernel: str, window: int | None = None) -> Change:
+    """From the kernel of single CTAs to that of pairs."""
+    alone = f"{kernel} 1-CTA" if f"{kernel} 1-CTA" in DESIGNS else kernel
+    return Change(DESIGNS[alone], DESIGNS[f"{kernel} 2-CTA"], window)
+
+
 # What one change alone does to a design: those that have been made, or are part of the plan.
 CHANGES: dict[str, Change] = {
     "forward: P handed over in two parts": Change(PLANNED, replace(PLANNED, early=True)),
-    "forward: a fourth stage": Change(PLANNED, _FOUR),
+    "forward: a fourth stage": Change(PLANNED, replace(PLANNED, stages=4)),
     "forward: an eighth of exp2 as polynomials": Change(PLANNED, replace(PLANNED, polynomials=0.125)),
-    "forward: P in two parts and a fourth stage": Change(PLANNED, replace(_FOUR, early=True)),
+    "forward: P in two parts and a fourth stage": Change(PLANNED, replace(PLANNED, stages=4, early=True)),
     "forward: all three": Change(PLANNED, _OURS),
     "forward: a fifth stage, O leaving through the place of Q": Change(_OURS, replace(_OURS, stages=5, o_over_q=True)),
     "forward, a bias: read ahead of scores, added by pairs": Change(replace(_BIAS, bias_ahead=False), _BIAS),
-    "forward (192, 128): 2-CTA": Change(_192, _192_PAIR),
+    "forward (192, 128): 2-CTA": _as_pairs("forward (192, 128)"),
     "forward d = 256: blocks of 64 keys instead of 128": Change(replace(_WIDE, keys=128, stages=2), _WIDE),
-    "forward d = 256: 2-CTA": Change(_WIDE, _WIDE_PAIR),
+    "forward d = 256: 2-CTA": _as_pairs("forward d = 256"),
     "forward: no maxima (in the plan)": Change(replace(_OURS, maxima=True), _OURS),
-    "backward: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR),
-    "backward (192, 128): 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR),
-    "backward d = 192: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR),
-    "backward d = 256: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR),
-    "backward, a window of 1024 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=1024),
-    "backward (192, 128), a window of 1024 keys: 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR, window=1024),
-    "backward d = 192, a window of 1024 keys: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR, window=1024),
-    "backward d = 256, a window of 1024 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=1024),
-    "backward d = 256, a window of 256 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=256),
-    "forward (192, 128), a window of 1024 keys: 2-CTA": Change(_192, _192_PAIR, window=1024),
+    "backward: 2-CTA": _as_pairs("backward"),
+    "backward (192, 128): 2-CTA": _as_pairs("backward (192, 128)"),
+    "backward d = 192: 2-CTA": _as_pairs("backward d = 192"),
+    "backward d = 256: 2-CTA": _as_pairs("backward d = 256"),
+    "backward, a window of 1024 keys: 2-CTA": _as_pairs("backward", window=1024),
+    "backward (192, 128), a window of 1024 keys: 2-CTA": _as_pairs("backward (192, 128)", window=1024),
+    "backward d = 192, a window of 1024 keys: 2-CTA": _as_pairs("backward d = 192", window=1024),
+    "backward d = 256, a window of 1024 keys: 2-CTA": _as_pairs("backward d = 256", window=1024),
+    "backward d = 256, a window of 256 keys: 2-CTA": _as_pairs("backward d = 256", window=256),
+    "forward (192, 128), a window of 1024 keys: 2-CTA": _as_pairs("forward (192, 128)", window=1024),
     "backward: compute warpgroups do not meet (in the plan)": Change(
         replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR
     ),
@@ -201,13 +264,19 @@ CHANGES: dict[str, Change] = {
 }
 
 # And those that have not. They fit into shared memory (a test counts).
+_WIDE_192, _BACKWARD_64 = (_OF_KERNELS[name] for name in ("forward d = 192", "backward d = 64"))
+_OF_96 = {"d": 96, "d_v": 96}
 OPEN: dict[str, Change] = {
-    "backward d = 128, a window of 256 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=256),
-    "forward d = 192: 2-CTA": Change(_WIDE_192, _WIDE_192_PAIR),
-    "backward d = 96: tiles of 96 columns": Change(_BACKWARD_PAIR, _BACKWARD_96_PAIR, columns=96),
-    "backward d = 64: 2-CTA": Change(_BACKWARD_64, _BACKWARD_64_PAIR),
+    "backward d = 128, a window of 256 keys: 2-CTA": _as_pairs("backward", window=256),
+    "forward d = 192: 2-CTA": Change(_WIDE_192, replace(_WIDE_192, keys=128, pair=True)),
+    "backward d = 96: tiles of 96 columns": Change(
+        _BACKWARD_PAIR, replace(_BACKWARD_PAIR, **_OF_96, own_columns=True), columns=96
+    ),
+    "backward d = 64: 2-CTA": Change(
+        _BACKWARD_64, replace(_BACKWARD_64, pair=True, q_stages=1, do_stages=1, piece_columns=16)
+    ),
     "forward: 2-CTA": Change(_OURS, _PAIR),
-    "forward d = 96: tiles of 96 columns": Change(_OURS, replace(_OURS, d=96, d_v=96, stages=6), columns=96),
+    "forward d = 96: tiles of 96 columns": Change(_OURS, replace(_OURS, **_OF_96, stages=6), columns=96),
     "forward: three sixteenths of exp2 as polynomials": Change(_OURS, replace(_OURS, polynomials=0.1875)),
     "forward d = 64: three sixteenths of exp2 as polynomials": Change(_64, replace(_64, polynomials=0.1875)),
 }

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks import __main__ as cli
 from benchmarks import harness
 from benchmarks.harness import Suite, Unavailable
-from benchmarks.suites import attention, bias, packed, sparse
+from benchmarks.suites import attention, bias, packed, selected, sparse
 from benchmarks.work import Passes, attention_flop
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 
@@ -494,3 +494,75 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert not any(made)
     assert len(made) > 3 * (6 + 4)
     assert "limit: " in capsys.readouterr().out
+
+
+def parallel_nsa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_indices: torch.Tensor,
+    block_counts: int,
+    block_size: int,
+) -> torch.Tensor:
+    """The selected branch of flash-linear-attention's NSA: causal, and blocks behind the last key are none."""
+    n, group = q.shape[1], q.shape[2] // k.shape[2]
+    assert group >= 16
+    assert block_indices.shape == (*k.shape[:3], block_counts)
+    blocks = torch.arange(n) // block_size
+    shown = (block_indices.transpose(1, 2)[..., None] == blocks).any(-2) & torch.ones(n, n, dtype=torch.bool).tril()
+    out: torch.Tensor = flash_attn_func(q, k, v, mask=shown.repeat_interleave(group, 1), backend="portable")
+    return out
+
+
+TINY_SELECTED_ROWS = (selected.Row(16, 16, 300), selected.Row(4, 16, 300), selected.Row(16, 2, 300))
+
+
+@pytest.fixture
+def tiny_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small rows by the portable backend, a stand-in for flash-linear-attention, and FlexAttention as it is."""
+    for name, content in {"fla": {}, "fla.ops": {}, "fla.ops.nsa": {"parallel_nsa": parallel_nsa}}.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {"BACKEND": "portable", "GROUPS": 2, "D": 16, "BLOCK": 32, "ROWS": TINY_SELECTED_ROWS}.items():
+        monkeypatch.setattr(selected, name, value)
+    monkeypatch.setattr(selected, "_ROWS_AT_ONCE", 100)
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # which takes long on a CPU
+
+
+@pytest.mark.usefixtures("tiny_selected")
+def test_selected_suite_on_tiny_shapes() -> None:
+    """Everyone computes the same, but for a pass over 16 blocks; FLOP are those of visible pairs."""
+    suite = replace(selected.suite(CPU, torch.float32), rounds=3, seconds=0.1)
+    reports = [harness.measure(suite, case) for case in suite.cases()]
+    for row, case, result in zip(TINY_SELECTED_ROWS, suite.cases(), reports, strict=True):
+        i, j = torch.arange(300)[:, None], torch.arange(300)
+        shown = (case.indices[..., None] == j // 32).any(-2) & (j <= i)
+        assert result.work.flop == 4 * row.group * int(shown.sum()) * 16
+        everyone = [selected.PACKAGE, selected.FLA, selected.FLEX]
+        everyone[1:1] = [selected.SIXTEEN] if row.top == 2 else []
+        assert list(result.times) == everyone, result
+    assert [bar.most for bar in suite.bars] == [pytest.approx(1.15 * 2 / 16)]
+
+
+@pytest.mark.usefixtures("tiny_selected")
+def test_selected_tables_suite_on_tiny_shapes() -> None:
+    suite = replace(selected.tables(CPU, torch.float32), rounds=3, seconds=0.1)
+    (case,) = suite.cases()
+    assert list(harness.measure(suite, case).times) == [selected.PACKAGE]
+
+
+def test_rows_of_the_selected_suite() -> None:
+    """Bars as they were set; queries select their own block, and the first, each once."""
+    suite = selected.suite(CPU, torch.bfloat16)
+    assert len({row.name for row in selected.ROWS}) == len(selected.ROWS)
+    assert sorted(round(1 / bar.most, 3) for bar in suite.bars if bar.against != selected.SIXTEEN) == [2, 3, 6]
+    assert len([bar for bar in suite.bars if bar.against == selected.SIXTEEN]) == 4
+    indices = selected.selected_blocks(1000, 4, CPU)
+    own = torch.arange(1000)[:, None] // selected.BLOCK
+    assert ((indices == own).sum(-1) == 1).all()
+    assert ((indices == 0).sum(-1) == 1).all()
+    assert (indices <= own).all()
+    assert ((indices >= 0).sum(-1) == (own[:, 0] + 1).clamp(max=4)).all()

@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_attn_cute import BlockMask, explain
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import CuteBackend, counters
+from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import Argument, described
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
@@ -159,6 +160,101 @@ def test_arguments_are_those_of_the_configuration(
             if kind.rank > 1:  # the workspace is a GPU's allocator's business
                 assert value.data_ptr() % (kind.align or size) == 0, name
             assert all(stride * size % (kind.align or size) == 0 for stride in value.stride()[:-1]), name
+
+
+# Those whose passes are prepared for calls that look alike; causal ones with fewer keys are split, or packed.
+REPEATED = {"dense", "packed", "padded keys", "few queries", "narrow values"}
+
+
+def assert_launched_alike(a: Launched, b: Launched, given: list[Tensor]) -> None:
+    """The same configuration and numbers, the same tensors of the user, and others of the same layout."""
+    assert a.config == b.config
+    assert a.arguments.numbers == b.arguments.numbers
+    memory = {x.data_ptr() for x in given}
+    for (name, _, x), (_, _, y) in zip(*(described_tensors(z.arguments) for z in (a, b)), strict=True):
+        assert isinstance(x, Tensor) == isinstance(y, Tensor), name
+        if isinstance(x, Tensor):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), name
+            assert x.data_ptr() == y.data_ptr() or not {x.data_ptr(), y.data_ptr()} & memory, name
+
+
+@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("precise", [False, True], ids=["", "precise"])
+@pytest.mark.parametrize(("name", "inputs"), CALLS.items(), ids=CALLS)
+def test_repeated_calls_are_launched_like_others(
+    name: str,
+    inputs: AttentionInputs,
+    precise: bool,
+    with_dlse: bool,
+    window_right: int | None,
+    launches: list[Launched],
+) -> None:
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    options = Options(None, None, window_right, 0.0, False, True, precise_gradients=precise)
+    spec = AttentionSpec.of(inputs, options)
+    results = backend.forward(spec, inputs)
+    forward = backend.forward_for(spec, inputs)
+    assert isinstance(forward, RepeatedForward) == (name in REPEATED)
+    for x, y in zip(results, forward(inputs), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    dlse, dout = torch.randn(inputs.lse_shape) if with_dlse else None, torch.randn_like(results.out)
+    sink = inputs.learnable_sink is not None
+    call = BackwardCall(spec, inputs, results.out, results.lse, dout, dlse, results.residual, False, sink)
+    grads = backend.backward(call)
+    backward = backend.backward_for(call)
+    # Offsets of queries and keys differ in all packed calls here.
+    is_split = inputs.packed and window_right is not None
+    assert isinstance(backward, RepeatedBackward) == (name in REPEATED and not is_split)
+    for x, y in zip(grads, backward(call), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    given = [x for x in inputs[:10] if x is not None]
+    assert_launched_alike(launches[0], launches[1], given)
+    given += [x for x in (results.out, results.lse, results.residual, dout, dlse) if x is not None]
+    assert_launched_alike(launches[2], launches[3], given)
+
+
+@pytest.mark.usefixtures("launches")
+def test_split_sequences_that_look_like_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks do not say whether offsets of queries and keys are the same memory: the general pass serves those."""
+    cu = ints(0, 70, 140)
+    inputs = inputs_of((140, 8, 64), *[(140, 2, 64)] * 2, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    out, lse, *_ = backend.forward(spec, inputs)
+    call = BackwardCall(spec, inputs, out, lse, torch.randn_like(out))
+    backward = backend.backward_for(call)
+    assert isinstance(backward, RepeatedBackward)
+    general: list[BackwardCall] = []
+    monkeypatch.setattr(backward, "_general", general.append)
+    backward(call)
+    assert not general
+    backward(call._replace(inputs=inputs._replace(cu_seqlens_k=cu.clone())))
+    assert len(general) == 1
+
+
+def test_repeated_calls_look_at_addresses(launches: list[Launched]) -> None:
+    """Tensors that begin between 16 bytes are copied, though they look like others that do not."""
+    inputs = CALLS["dense"]
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+
+    def moved(x: Tensor) -> Tensor:
+        y = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+        assert y.data_ptr() % 16
+        return y
+
+    others = inputs._replace(q=moved(inputs.q), k=moved(inputs.k), v=moved(inputs.v))
+    out, lse, *_ = backend.forward_for(spec, inputs)(others)
+    dout = torch.randn_like(out.normal_())
+    backward = backend.backward_for(BackwardCall(spec, inputs, out, lse, dout))
+    backward(BackwardCall(spec, others, moved(out), lse, moved(dout)))
+    first, second = (launched.arguments for launched in launches)
+    for x, y in zip((*first[:3], *second[:3], second.mO, second.mdO), (*inputs[:3] * 2, out, dout), strict=True):
+        assert x.data_ptr() % 16 == 0
+        assert torch.equal(x, y)
 
 
 BIASES = {

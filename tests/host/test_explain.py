@@ -78,6 +78,9 @@ def test_what_a_hopper_gpu_would_do() -> None:
     in_order = explain(q, q, q, gpu="sm90", deterministic=True).backward
     assert in_order is not None
     assert in_order.deterministic
+    invariant = str(explain(q, q, q, gpu="sm90", deterministic="invariant"))
+    assert 'd = 128; deterministic="invariant"\n' in invariant
+    assert invariant.count("deterministic, the same bits in any packing") == 2
     text = str(explained)
     assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
     assert f"forward: tiles of {explained.forward.tile_m} queries, blocks of {explained.forward.tile_n} keys" in text

@@ -1,14 +1,26 @@
 """Plans are kept for calls that look alike, and for no others."""
 
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import flash_attn_cute
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.calls import dispatch, prepared_call
+from flash_attn_cute.calls import attend, dispatch, ops, prepared_call
 from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.kernels.registry import ARCHITECTURES
 
 
 @pytest.fixture
@@ -127,3 +139,172 @@ def test_not_all_plans_are_kept(made: list[prepared_call.Plan], monkeypatch: pyt
         flash_attn_func(**dense(q=torch.randn(2, rows, 4, 8)))
         assert len(prepared_call._kept) <= 3
     assert len(made) == 5
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+OFFSETS = [torch.tensor([0, 4, 6], dtype=torch.int32) for _ in range(2)]
+attend_dense: Callable[..., Any] = flash_attn_func
+attend_packed: Callable[..., Any] = flash_attn_varlen_func
+REPEATED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
+    "dense": ([(2, 6, 4, 8)] * 3, lambda *qkv: attend_dense(*qkv, causal=True)),
+    "through lse": ([(2, 6, 4, 8)] * 3, lambda *qkv: sum(x.sum() for x in attend_dense(*qkv, return_lse=True))),
+    "packed": ([(6, 2, 8)] * 3, lambda *qkv: attend_packed(*qkv, *OFFSETS, 4, 4, causal=True)),
+    "shared offsets": ([(6, 2, 8)] * 3, lambda *qkv: attend_packed(*qkv, *OFFSETS[:1] * 2, 4, 4)),
+    "padded": (
+        [(2, 6, 4, 8)] * 3,
+        lambda *qkv: attend_dense(*qkv, seqused_q=OFFSETS[0][1:], seqused_k=OFFSETS[1][1:]),
+    ),
+    "sink": ([(2, 6, 4, 8)] * 3 + [(4,)], lambda *qkv: attend_dense(*qkv[:3], learnable_sink=qkv[3])),
+}
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "default device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("shapes", "attend_"), REPEATED.values(), ids=REPEATED)
+def test_repeated_calls_are_not_looked_at_again(
+    shapes: list[tuple[int, ...]],
+    attend_: Callable[..., Tensor],
+    mode: Callable[[], contextlib.AbstractContextManager[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A guard says that they look like an earlier call, in both passes; results are those of a first call."""
+    given, others = leaves(*shapes), leaves(*shapes)
+    monkeypatch.setattr(prepared_call, "_kept", {})
+
+    def both(given: list[Tensor]) -> list[Tensor]:
+        with mode():
+            out = attend_(*given)
+        return [out, *(torch.autograd.grad(out.sum(), given) if out.requires_grad else ())]
+
+    expected = both(others)
+    monkeypatch.setattr(prepared_call, "_kept", {})
+    both(given)
+    for module, name in ((prepared_call, "cached_plan"), (attend, "needs_dispatcher"), (ops, "needs_dispatcher")):
+        monkeypatch.setattr(module, name, None)
+    assert all(torch.equal(x, y) for x, y in zip(both(others), expected, strict=True))
+
+
+def test_offsets_may_be_shared_or_not() -> None:
+    """Guards see a tensor once; in both passes, under the same options, in any order."""
+    qkv = leaves(*[(6, 2, 8)] * 3)
+
+    def both(cu_k: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend_packed(*qkv, OFFSETS[0], cu_k, 4, 4).sum(), qkv)
+
+    expected = both(OFFSETS[1])
+    for cu_k in (OFFSETS[0], OFFSETS[1], OFFSETS[0], OFFSETS[0], OFFSETS[1], OFFSETS[1]):
+        assert all(torch.equal(x, y) for x, y in zip(both(cu_k), expected, strict=True))
+    x = qkv[0]
+    for _ in range(3):  # a tensor that is all of q, k and v
+        assert torch.equal(
+            attend_packed(x, x, x, *OFFSETS, 4, 4),
+            attend_packed(x, x.clone(), x.clone(), *OFFSETS, 4, 4),
+        )
+
+
+class Functions(TorchFunctionMode):
+    """Sees every function and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Sees every operator and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    """A tensor by another name."""
+
+
+def test_calls_that_are_watched_look_like_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes that come later, other types, and lazily negated tensors, in both passes."""
+    seen: list[bool] = []
+    original = ops.attention
+
+    def noted(inputs: Any, plan: Any, watched: bool) -> Any:
+        seen.append(watched)
+        return original(inputs, plan, watched)
+
+    monkeypatch.setattr(ops, "attention", noted)
+    qkv = leaves(*[(2, 6, 4, 8)] * 3)
+    attend_dense(*qkv).sum().backward()
+    out, dout = attend_dense(*qkv), torch.ones(2, 6, 4, 8, dtype=torch.bfloat16)
+    by_operator = Mock(wraps=ops._call_backward)
+    monkeypatch.setattr(ops, "_call_backward", by_operator)
+    torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    assert (seen, by_operator.call_count) == ([False, False], 0)
+    for mode in (Functions(), Operators()):
+        with mode:
+            attend_dense(*qkv)
+            torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    # Autograd runs without function modes, but in the dispatch mode of whoever calls it.
+    assert (seen[2:], by_operator.call_count) == ([True, True], 1)
+    attend_dense(qkv[0].as_subclass(Subclass), *qkv[1:])
+    attend_dense(torch._neg_view(qkv[0]), *qkv[1:])
+    torch.autograd.grad(out, qkv, torch._neg_view(dout), retain_graph=True)
+    torch.autograd.grad(out, qkv, dout, create_graph=True)
+    assert (seen[4:], by_operator.call_count) == ([True, True], 3)
+    attend_dense(*qkv)
+    assert seen[-1] is False
+
+
+def test_the_last_looks_are_compared_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_call, "_kept", {})
+    for rows in range(1, 20):
+        attend_dense(*leaves(*[(1, rows, 1, 8)] * 3))
+    (last,) = (found for found in prepared_call._kept.values() if type(found) is tuple)
+    assert [plan.max_seqlens[0] for _, plan in last] == list(range(19, 11, -1))
+
+
+# Python functions of the package that a call runs, on any machine; a few are between them and the next record.
+MOST_FUNCTIONS = {"no_grad": 22, "recording": 24, "backward": 10}
+
+
+def test_host_work_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of this package that a repeated call enters: a noise-free measure of its time on the host."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(3, dtype=torch.int32)})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    backend = CuteBackend(ARCHITECTURES["sm90"], is_supposed=True, kernel_of=lambda config: lambda arguments: None)
+    monkeypatch.setitem(dispatch.BACKENDS, "sm90", backend)
+    package = str(Path(flash_attn_cute.__file__).parent)
+
+    def functions(call: Callable[[], Any]) -> list[str]:
+        entered: list[str] = []
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            # A comprehension is a frame in some versions of Python, and the methods of named tuples are in no file.
+            if event == "call" and frame.f_code.co_filename.startswith(package) and "<" not in frame.f_code.co_name:
+                entered.append(frame.f_code.co_name)
+
+        call()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return entered
+
+    qkv, dout = leaves(*[(2, 64, 4, 64)] * 3), torch.randn(2, 64, 4, 64, dtype=torch.bfloat16)
+    out = attend_dense(*qkv, backend="sm90")
+    entered = {"recording": functions(lambda: attend_dense(*qkv, backend="sm90"))}
+    with torch.no_grad():
+        entered["no_grad"] = functions(lambda: attend_dense(*qkv, backend="sm90"))
+    entered["backward"] = functions(lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True))
+    for name, most in MOST_FUNCTIONS.items():
+        assert 0 < len(entered[name]) <= most, f"{name}: {len(entered[name])} functions: {entered[name]}"

@@ -24,7 +24,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, family
 from flash_attn_cute.selfcheck import gate, steps, verdict
 from flash_attn_cute.selfcheck.runner import Findings
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
-from flash_attn_cute.spec import Results
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 
 # Of calls that a refused family leaves to the portable backend; tests of the warning itself record all.
 pytestmark = pytest.mark.filterwarnings(
@@ -52,9 +52,17 @@ class Kernels(CuteBackend):
         self.calls += 1
         return PortableBackend().forward(*given)
 
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """Works out nothing ahead."""
+        return lambda inputs: self.forward(spec, inputs)
+
     def backward(self, call: BackwardCall) -> Gradients:
         """Runs the portable backend's."""
         return PortableBackend().backward(call)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """Works out nothing ahead."""
+        return self.backward
 
 
 class Machine:

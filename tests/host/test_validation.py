@@ -64,7 +64,8 @@ class Negated(torch.Tensor):
 
 BOTH: Cases = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
-    ({"deterministic": "yes"}, TypeError, "deterministic: expected a bool, got 'yes'"),
+    ({"deterministic": 1}, TypeError, 'deterministic: expected a bool or "invariant", got 1'),
+    ({"deterministic": "yes"}, ValueError, "deterministic: expected a bool or \"invariant\", got 'yes'"),
     ({"return_lse": None}, TypeError, "return_lse: expected a bool, got None"),
     ({"zero_padding": 0}, TypeError, "zero_padding: expected a bool, got 0"),
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0.0, dropout is not supported, got 0.1"),
@@ -141,6 +142,11 @@ DENSE: Cases = [
             f"{name}: expected None beside BlockMask.from_selection, got a tensor",
         )
         for name, x in (("mask", torch.ones(8, dtype=torch.bool)), ("bias", torch.zeros(8)))
+    ),
+    (
+        {"block_mask": shown(1, 1, 6, 8), "deterministic": "invariant"},
+        ValueError,
+        'block_mask: expected None, a window or documents with deterministic="invariant"',
     ),
     ({"block_mask": shown(3, 1, 6, 8)}, ValueError, "block_mask: expected a batch of 1 or 2, got 3"),
     ({"block_mask": shown(1, 3, 6, 8)}, ValueError, "expected 1, nheads = 4 or nheads_k = 2 heads, got 3"),

@@ -273,6 +273,18 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
         assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
 
 
+@torch.no_grad()
+def assert_forward_close(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Out and lse against the oracle's, by the rule of ``assert_close``, and zeros and -inf in rows of padding."""
+    expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
+    for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
+        size = max(1.0, true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0)
+        assert_close(name, got, true, yardstick, 3.0 if call.softcap else 2.0, size)
+    real = call.real_rows()[0].to(out.device)
+    assert (out[~real] == 0).all(), "out: padding rows are not zero"
+    assert lse.movedim(-2, -1)[~real].isneginf().all(), "lse: not -inf in padding rows"
+
+
 def assert_max_logits_close(max_logits: Tensor, call: Call) -> None:
     """The largest logits of a call, of which none has a gradient, against the oracle's.
 

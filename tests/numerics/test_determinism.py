@@ -15,7 +15,7 @@ import torch
 
 from flash_attn_cute import flash_attn_varlen_func
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.calls import dispatch
+from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,
@@ -287,6 +287,7 @@ def test_sections_of_heads(
         return launch._replace(plan=launch.plan._replace(numbers=numbers))
 
     monkeypatch.setattr(backend, "_prepare_backward", few_together)
+    monkeypatch.setattr(prepared_call, "_kept", {})  # with passes that have been prepared before
     case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}
     lengths = ([137, 0, 37, 64], [119, 7, 37, 70]) if packed else ([119] * 2, [137] * 2)
     call = small_call(*lengths, case, "sm90")

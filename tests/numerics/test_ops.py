@@ -43,7 +43,7 @@ def op_arguments(
     right = 0 if call.causal else right
     max_logits = any_scale is not None
     known = KnownOfBlockMask(False, False, False, False, 0 if selected is None else 4)
-    flags = (True, True, False, max_logits)
+    flags = (True, True, any_scale is None, False, max_logits)
     numbers = (longest, longest, *known, call.softmax_scale, left, right, call.softcap, *flags)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 

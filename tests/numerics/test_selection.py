@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import selected
 from tests.lib import checks
 from tests.lib.checks import (
@@ -253,17 +254,50 @@ def test_gradients_are_derivatives() -> None:
     )
 
 
-def test_kernels_refuse_by_name() -> None:
-    q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device="meta")
-    mask = BlockMask.from_selection(torch.empty(1, 4, 256, 2, dtype=torch.int32, device="meta"), block=64, seqlen_k=256)
+def on_meta(d: int = 64, block: int = 64, **options: Any) -> Any:
+    """An explanation of a call, of tensors without memory."""
+    q = torch.empty(1, 256, 4, d, dtype=torch.bfloat16, device="meta")
+    indices = torch.empty(1, 4, 256, 2, dtype=torch.int32, device="meta")
+    mask = BlockMask.from_selection(indices, block=block, seqlen_k=256)
+    return explain(q, q, q, block_mask=mask, **options)
+
+
+def test_kernels_that_have_not_run_on_a_gpu_serve_those_who_name_them() -> None:
     reason = "key blocks selected per query (BlockMask.from_selection)"
-    for gpu in ("sm90", "sm100"):
-        found = explain(q, q, q, block_mask=mask, gpu=gpu)
+    untried = f"{reason}, whose kernels have not run on a GPU yet and serve calls with backend='sm90' alone"
+    for gpu, words in (("sm90", untried), ("sm100", reason)):
+        found = on_meta(gpu=gpu)
         assert found.backend == "portable"
-        assert found.passed_over == {gpu: (reason,)}
-        with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: key blocks selected per query"):
-            explain(q, q, q, block_mask=mask, gpu=gpu, backend=gpu)
-    assert explain(q, q, q, block_mask=mask).spec.selection_block == 64
+        assert found.passed_over == {gpu: (words,)}
+    assert on_meta().spec.selection_block == 64
+    named = on_meta(gpu="sm90", backend="sm90")
+    assert named.backend == "sm90"
+    assert named.forward.config.pass_name == "selection"
+    assert named.backward is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "words"),
+    [
+        ("sm100", {}, "key blocks selected per query"),
+        ("sm90", {"block": 32}, "blocks of 32 keys selected per query (64 or 128)"),
+        ("sm90", {"d": 136}, "d = 136 beside BlockMask.from_selection (up to 128)"),
+        ("sm90", {"precise_gradients": True}, "precise_gradients=True beside BlockMask.from_selection"),
+    ],
+)
+def test_kernels_refuse_by_name(gpu: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: .*") as raised:
+        on_meta(gpu=gpu, backend=gpu, **options)
+    assert words in str(raised.value)
+
+
+def test_kernels_refuse_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is launched."""
+    monkeypatch.setattr(CuteBackend, "is_made_for", lambda self, device: True)
+    q = torch.randn(1, 64, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    mask = BlockMask.from_selection(torch.zeros(1, 1, 64, 1, dtype=torch.int32), block=64, seqlen_k=64)
+    with pytest.raises(ValueError, match=r"computes gradients of this call, got 'sm90', which cannot: key blocks sel"):
+        flash_attn_func(q, q, q, block_mask=mask, backend="sm90")
 
 
 INDICES = torch.zeros(1, 2, 6, 2, dtype=torch.int64)

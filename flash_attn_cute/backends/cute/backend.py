@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
-from flash_attn_cute.backends.cute import plan
+from flash_attn_cute.backends.cute import plan, selection
 from flash_attn_cute.backends.cute.counters import next_tile
+from flash_attn_cute.backends.cute.document_sums import sum_by_documents
+from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
+from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
 from flash_attn_cute.backends.packing import (
     as_one_batch,
     as_packed,
@@ -45,7 +48,6 @@ _MAX_TABLE = 2**31  # numbers of a block mask's table
 _TILES_ALIGN = 16  # bytes, of its bits
 _LOG2_E = math.log2(math.e)
 _NO_SCORES = plan.ScoreLayout()
-_NO_BLOCKS = BlockArguments(None, None, None, None)
 
 
 class CuteBackend:
@@ -67,7 +69,7 @@ class CuteBackend:
         """
         self.architecture = architecture
         self.name = architecture.name
-        self.features = frozenset(Feature) - {Feature.SELECTION}
+        self.features = frozenset(Feature) - (set() if "selection" in architecture.passes else {Feature.SELECTION})
         self.has_residual = True
         self.is_supposed = is_supposed
         self._kernel_of = kernel_of
@@ -75,6 +77,7 @@ class CuteBackend:
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
         self._prepare_bias_gradient = functools.lru_cache(maxsize=1024)(self._plan_bias_gradient)
+        self._prepare_selection = functools.lru_cache(maxsize=1024)(self._plan_selection)
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -102,9 +105,15 @@ class CuteBackend:
                 reasons.append("block_mask beside mask")
             if spec.has_bias and needs_intervals(spec):
                 reasons.append("block_mask and bias beside cu_seqlens, seqused or a window of these")
+        if spec.selection_block and Feature.SELECTION in self.features:
+            reasons += selection.limits(spec)
         if not _HAS_COMPILER and not self.is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
+
+    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """See ``Backend.lacks_gradients``."""
+        return (Feature.SELECTION.value,) if spec.selection_block else ()
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
@@ -155,6 +164,18 @@ class CuteBackend:
             backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
         return forward, backward
 
+    def planned_selection(
+        self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, selected: tuple[int, ...]
+    ) -> PassPlan | None:
+        """The first launch of a forward pass in which each query selects key blocks, of tensors as in ``planned``.
+
+        ``selected`` is the shape of the selected blocks, (batch, heads, rows, top). None where nothing is launched.
+        """
+        if not (inputs.q.numel() and inputs.k.numel()):
+            return None
+        shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0)
+        return _for_people(selection.plan_selection(self.architecture, spec, shapes, selected, num_sms))
+
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
         if torch.cuda.current_device() != inputs.q.device.index:
@@ -169,6 +190,19 @@ class CuteBackend:
             with torch.cuda.device(device):
                 return self._backward(call)
         return self._backward(call)
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """See ``Backend.forward_for``."""
+        if not has_forward(spec, like):
+            return lambda inputs: self.forward(spec, inputs)
+        return RepeatedForward(self._forward_launch(spec, like), spec, like)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """See ``Backend.backward_for``."""
+        if not has_backward(like):
+            return lambda call: self.backward(call)
+        launch = self._backward_launch(like, like.inputs, _NO_SCORES)
+        return RepeatedBackward(launch, self.backward, like)
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         if needs_intervals(spec):
@@ -187,6 +221,9 @@ class CuteBackend:
         else:
             out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
         max_logits = q.new_full((spec.nheads,), -torch.inf, dtype=torch.float32) if spec.max_logits else None
+        if spec.selection_block:
+            lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
+            return self._forward_selected(spec, inputs, Results(out, lse))
         residual = None
         if spec.precise_gradients:
             residual = q.new_empty(*q.shape[:-1], residual_columns(spec.head_dim_v), dtype=torch.int8)
@@ -209,6 +246,22 @@ class CuteBackend:
         self._launch_forward(spec, inputs, results)
         return results
 
+    def _forward_selected(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> Results:
+        """Fills the results of a call in which each query selects key blocks."""
+        k, num_sequences = inputs.k, _num_sequences(inputs)
+        if not results.out.numel():
+            return results
+        if not (num_sequences if spec.packed else k.numel()):
+            return selection.without_keys(inputs, results)
+        if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
+            k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, inputs.v))
+            inputs = inputs._replace(k=k, v=v)
+        assert inputs.selected is not None
+        shapes = inputs.q.shape, k.shape, num_sequences, inputs.selected.shape
+        launch = self._prepare_selection(spec, *shapes, k.device)
+        selection.launch(launch.kernel, launch.plan, spec, inputs, results)
+        return results
+
     def _backward(self, call: BackwardCall) -> Gradients:
         spec, inputs, out, lse, dout, dlse, residual, need_dbias, need_dsink = call
         if needs_intervals(spec):
@@ -229,7 +282,7 @@ class CuteBackend:
         sink, bias = inputs.learnable_sink if need_dsink else None, inputs.bias if need_dbias else None
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if no_sequences or not (inputs.q.numel() and inputs.k.numel()):
-            dsink = None if sink is None else _dsink_without_keys(sink, lse, dlse)
+            dsink = None if sink is None else _dsink_without_keys(spec, inputs, sink, lse, dlse)
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
         inputs = over_scores(inputs)
@@ -239,7 +292,7 @@ class CuteBackend:
         if not spec.packed and runs_packed:
             inputs, out, dout, residual = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1), _as_rows(residual)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-            lse = _compact(lse.transpose(0, 1).flatten(1))
+            lse = compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
         done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse, residual), layout, grads)
         dbias = done.arguments.mdBias
@@ -253,7 +306,9 @@ class CuteBackend:
             lse, delta = done.stats()
             logits = sink.float()[:, None]
             weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
-            dsink = weights.mul_(delta).sum(1).neg_().to(sink.dtype)
+            weights.mul_(delta)
+            sums = sum_by_documents(weights, done.first_rows()) if spec.packing_invariant else weights.sum(1)
+            dsink = sums.neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
@@ -262,27 +317,24 @@ class CuteBackend:
             k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(
-            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
-        )
+        launch = self._forward_launch(spec, inputs._replace(k=k))
         workspace = None
         if launch.plan.workspace_size:
             workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         launch.kernel(
             ForwardArguments(
-                mQ=_aligned(q),
-                mK=_aligned(k),
-                mV=_aligned(v),
+                mQ=aligned(q),
+                mK=aligned(k),
+                mV=aligned(v),
                 mO=results.out,
                 mResidual=results.residual,
                 mLSE=results.lse,
                 mMaxLogits=results.max_logits,
-                mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
-                mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
-                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
-                mSink=None if sink is None else _compact(sink.float()),
+                mCuSeqlensQ=None if offsets_q is None else compact(offsets_q),
+                mCuSeqlensK=None if offsets_k is None else compact(offsets_k),
+                mSeqUsedQ=None if inputs.seqused_q is None else compact(inputs.seqused_q),
+                mSeqUsedK=None if inputs.seqused_k is None else compact(inputs.seqused_k),
+                mSink=None if sink is None else compact(sink.float()),
                 mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
                 mBias=inputs.bias,
                 mWorkspace=workspace,
@@ -293,42 +345,48 @@ class CuteBackend:
             )
         )
 
+    def _forward_launch(self, spec: AttentionSpec, inputs: AttentionInputs) -> "_Launch":
+        q, k = inputs.q, inputs.k
+        few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
+        return self._prepare_forward(
+            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
+        )
+
+    def _backward_launch(self, call: BackwardCall, inputs: AttentionInputs, layout: plan.ScoreLayout) -> "_Launch":
+        """Of a call whose inputs may have been split."""
+        q, k = inputs.q, inputs.k
+        num_sequences, has_dlse = _num_sequences(inputs), call.dlse is not None
+        return self._prepare_backward(
+            call.spec, q.shape, k.shape, num_sequences, inputs.max_seqlen_q, has_dlse, layout, q.device
+        )
+
     def _launch_backward(self, call: BackwardCall, layout: plan.ScoreLayout, grads: Gradients) -> "_Backward":
         """Fills dq, dk and dv, and returns what is left to others."""
         spec, dlse = call.spec, call.dlse
         inputs = split_fully_masked(call.inputs, spec.window_right)
         q, k = inputs.q, inputs.k
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        launch = self._prepare_backward(
-            spec,
-            q.shape,
-            k.shape,
-            _num_sequences(inputs),
-            inputs.max_seqlen_q,
-            dlse is not None,
-            layout,
-            q.device,
-        )
+        launch = self._backward_launch(call, inputs, layout)
         dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         arguments = BackwardArguments(
-            mQ=_aligned(q),
-            mK=_aligned(k),
-            mV=_aligned(inputs.v),
-            mO=_aligned(call.out),
+            mQ=aligned(q),
+            mK=aligned(k),
+            mV=aligned(inputs.v),
+            mO=aligned(call.out),
             mResidual=call.residual,
-            mdO=_aligned(call.dout),
+            mdO=aligned(call.dout),
             mLSE=call.lse,
-            mdLSE=None if dlse is None else _compact(dlse),
+            mdLSE=None if dlse is None else compact(dlse),
             mdQ=grads.dq,
             mdK=grads.dk,
             mdV=grads.dv,
             mdBias=dbias,
             mWorkspace=workspace,
-            mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
-            mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
-            mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-            mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
+            mCuSeqlensQ=None if offsets_q is None else compact(offsets_q),
+            mCuSeqlensK=None if offsets_k is None else compact(offsets_k),
+            mSeqUsedQ=None if inputs.seqused_q is None else compact(inputs.seqused_q),
+            mSeqUsedK=None if inputs.seqused_k is None else compact(inputs.seqused_k),
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
             mNextTile=next_tile(),
@@ -409,6 +467,19 @@ class CuteBackend:
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores)
         return self._launch_of(plan.plan_backward(self._architecture_on(device), spec, shapes, _num_sms(device)))
 
+    def _plan_selection(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        num_sequences: int,
+        selected: torch.Size,
+        device: torch.device,
+    ) -> "_Launch":
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0)
+        architecture, num_sms = self._architecture_on(device), _num_sms(device)
+        return self._launch_of(selection.plan_selection(architecture, spec, shapes, selected, num_sms))
+
     def _launch_of(self, planned: Any) -> "_Launch":
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
@@ -462,14 +533,23 @@ class _Backward(NamedTuple):
         shape = self.plan.stats_shape
         return self.arguments.mWorkspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
+    def first_rows(self) -> Tensor:
+        """The first row of each sequence in ``stats``, (sequences,) int32."""
+        tile_m, offsets = self.plan.config.tile_m, self.inputs.cu_seqlens_q
+        if offsets is None:
+            batch, seqlen = self.inputs.q.shape[:2]
+            return _first_rows(batch, -(-seqlen // tile_m) * tile_m, self.inputs.q.device)
+        # As ``kernels.common.lengths.packed_block`` has it.
+        return offsets[:-1] // tile_m * tile_m + _first_rows(_num_sequences(self.inputs), tile_m, offsets.device)
+
 
 def _takes_tiles(config: Any) -> bool:
     next_tile = described(pass_of(config).arguments).get("mNextTile")
     return next_tile is not None and next_tile.is_given(config)
 
 
-def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
-    config, is_forward = planned.config, isinstance(planned, plan.ForwardPlan)
+def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | selection.SelectionPlan) -> PassPlan:
+    config, is_forward = planned.config, not isinstance(planned, plan.BackwardPlan)
     return PassPlan(
         packed=config.features.packed,
         tile_m=config.tile_m,
@@ -545,7 +625,7 @@ def _is_paired(x: Tensor) -> bool:
 def _rows_of(inputs: AttentionInputs, config: Any) -> BlockArguments:
     """A block mask's tables, from the side of queries."""
     if inputs.block_mask is None:
-        return _NO_BLOCKS
+        return NO_BLOCKS
     rows = inputs.block_mask.rows
     return _blocks(rows.spans, rows.entries, rows.tiles, config)
 
@@ -554,7 +634,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     """From the side of keys, with the configuration's blocks of queries; and what else a backward pass needs of it."""
     tables = inputs.block_mask
     if tables is None:
-        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
+        return {"blocks": NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
     columns = tables.half_columns if config.tile_n == HALF else tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
     is_half = config.tile_m == HALF
@@ -606,30 +686,26 @@ def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     return room(inputs.bias.shape)
 
 
-def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+def _first_rows(num: int, rows: int, device: torch.device) -> Tensor:
+    """The first row of each of so many sequences that have as many rows, int32."""
+    return torch.arange(num, dtype=torch.int32, device=device).mul_(rows)
+
+
+def _dsink_without_keys(
+    spec: AttentionSpec, inputs: AttentionInputs, sink: Tensor, lse: Tensor, dlse: Tensor | None
+) -> Tensor:
     """A sink that is all that real queries see is their lse; queries of padding have one of -inf."""
     if dlse is None:
         return torch.zeros_like(sink)
     by_head = dlse.where(lse != -torch.inf, 0).movedim(-2, 0).flatten(1)
-    return by_head.sum(1).to(sink.dtype)
+    if not spec.packing_invariant:
+        return by_head.sum(1).to(sink.dtype)
+    offsets = inputs.cu_seqlens_q
+    if offsets is None:
+        batch, seqlen = inputs.q.shape[:2]
+        return sum_by_documents(by_head, _first_rows(batch, seqlen, inputs.q.device)).to(sink.dtype)
+    return sum_by_documents(by_head, offsets[:-1]).to(sink.dtype)
 
 
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """The tensor of 16-bit numbers if TMA can read it, else a copy: data and strides in multiples of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and _fits(x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.lru_cache(maxsize=1024)
-def _fits(strides: tuple[int, ...]) -> bool:
-    return strides[-1] == 1 and math.gcd(8, *strides[:-1]) == 8
-
-
-def _compact(x: Tensor) -> Tensor:
-    """The tensor if its last dimension is contiguous, else a copy."""
-    return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)

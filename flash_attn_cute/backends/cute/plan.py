@@ -70,8 +70,10 @@ class Shapes(NamedTuple):
         """Whether the kernels get packed sequences; they may where the user has given a dense batch."""
         return len(self.q) == 3
 
-    def rows_a_sequence(self, shape: tuple[int, ...]) -> int:
-        """Rows of a sequence on average, from the shape of q or k."""
+    def rows_a_sequence(self, spec: AttentionSpec, shape: tuple[int, ...]) -> int:
+        """Rows of a sequence on average, from the shape of q or k; 0, as if not known, for an invariant call."""
+        if spec.packing_invariant:
+            return 0
         return shape[-3] // max(1, self.num_sequences) if self.packed else shape[-3]
 
 
@@ -114,7 +116,8 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),
         float32_bias=scores.float32_bias,
-        uniform_mask=spec.has_mask and not scores.mask_varies[2] and not _has_window(spec),
+        # A mask with a row for each query is not told from one for all if there is a single query.
+        uniform_mask=not (spec.packing_invariant or scores.mask_varies[2] or _has_window(spec)) and spec.has_mask,
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         half_blocks=spec.half_blocks,
@@ -132,8 +135,11 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
 
 
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
-    """Whether a backward kernel can write a bias's gradient: if it is just what it computes, rounded to that dtype."""
-    return scores.own_gradients and not scores.float32_bias and not spec.softcap
+    """Whether a backward kernel can write a bias's gradient: if it is just what it computes, rounded to that dtype.
+
+    It is not if a dense batch becomes packed sequences, so if invariant, the other kernel computes them all.
+    """
+    return scores.own_gradients and not spec.packing_invariant and not scores.float32_bias and not spec.softcap
 
 
 def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:
@@ -147,7 +153,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
         spec.head_dim_v,
         features_of(spec, shapes),
         group=group,
-        queries=shapes.rows_a_sequence(shapes.q),
+        queries=shapes.rows_a_sequence(spec, shapes.q),
         window=_keys_of_window(spec),
     )
     heads = spec.nheads // config.group
@@ -171,7 +177,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         spec.head_dim,
         spec.head_dim_v,
         features_of(spec, shapes),
-        keys=shapes.rows_a_sequence(shapes.k),
+        keys=shapes.rows_a_sequence(spec, shapes.k),
         window=_keys_of_window(spec),
         low_contention=spec.low_contention,
     )
@@ -197,6 +203,9 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not config.in_order:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
+    sections = max(0, heads - heads_in_last) // heads_in_cache
+    if config.reverses_last and spec.packing_invariant:
+        sections = heads  # more than there are: no head is in a last section, which goes the other way round
     tiles_q = num_m_blocks if shapes.packed else -(-shapes.q[-3] // config.tile_m)
     # Rows behind the last query have to be hidden from a last block: anything may stand where their bias would.
     is_ragged = spec.has_bias and shapes.q[-3] % config.tile_m > 0
@@ -208,7 +217,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         heads_in_cache=heads_in_cache,
         orders_batch=shapes.scores.block_orders[0] if spec.has_block_mask else None,
         orders_heads=shapes.scores.block_orders[1] if spec.has_block_mask else None,
-        sections=max(0, heads - heads_in_last) // heads_in_cache,
+        sections=sections,
         heads_a_tile=heads_a_tile,
         num_sms=num_sms,
     )
@@ -256,7 +265,8 @@ def plan_bias_gradient(
     n_blocks = -(-bias_shape[3] // config.tile_n)
     owners = (1 if sums_batch else entries) * (1 if sums_queries else blocks) * bias_shape[1] * n_blocks
     pieces = spec.nheads // bias_shape[1] * (entries if sums_batch else 1) * (blocks if sums_queries else 1)
-    splits = _splits(owners, pieces, num_sms)
+    # How many split a sum, and so its order, follows from all tiles of a call.
+    splits = 1 if spec.packing_invariant else _splits(owners, pieces, num_sms)
     config = configure(*given, split=splits > 1)
     rows = entries * blocks if shapes.packed else blocks
     sharing = _sharing(spec, shapes, spec.nheads, rows)
@@ -320,15 +330,22 @@ def _keys_of_window(spec: AttentionSpec) -> int | None:
     return spec.window_left + spec.window_right + 1
 
 
-def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
-    """Numbers that all passes are given."""
+def numbers_of(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
+    """Numbers of scores, which all passes are given."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
-    lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
     return {
         "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
         "softcap": spec.softcap,
         "window_left": shapes.k[-3] if spec.window_left is None else min(spec.window_left, shapes.k[-3]),
         "window_right": shapes.q[-3] if spec.window_right is None else min(spec.window_right, shapes.q[-3]),
+    }
+
+
+def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
+    """Numbers that all passes over tiles of queries or of keys are given."""
+    lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
+    return {
+        **numbers_of(spec, shapes),
         "rows_a_slot": shapes.scores.rows_a_slot,
         **dict(zip(("lists_batch", "lists_heads", "lists_tiles"), lists, strict=True)),
         "lists_group": spec.nheads // sharing[1] if spec.has_block_mask else None,

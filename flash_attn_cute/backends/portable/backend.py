@@ -1,5 +1,7 @@
 """The portable backend: the host takes sequences run by run, each to the fused, the blockwise or the selected path."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
+    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """No reason: it has a backward pass for every call."""
+        return ()
+
     def is_made_for(self, device: torch.device) -> bool:
         """For none; it serves where others do not."""
         return False
@@ -49,6 +55,14 @@ class PortableBackend:
             _fill_padding(spec, rows_q, out, 0.0)
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
         return results
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """Works out nothing ahead."""
+        return lambda inputs: self.forward(spec, inputs)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """Works out nothing ahead."""
+        return lambda call: self.backward(call)
 
     def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
@@ -83,8 +97,11 @@ def _lists(inputs: AttentionInputs) -> Lists | None:
 
 
 def _runs(spec: AttentionSpec, rows_q: list[Rows], rows_k: list[Rows]) -> list[Run]:
-    """Equal sequences together, unless each has rows of a block mask of its own."""
-    if spec.packed and spec.has_block_mask:
+    """Equal sequences together, unless each has rows of a block mask of its own.
+
+    If invariant, each goes by itself: PyTorch's products may choose another order of sums where there are more.
+    """
+    if spec.packing_invariant or (spec.packed and spec.has_block_mask):
         return [Run(b, 1, q, k) for b, (q, k) in enumerate(zip(rows_q, rows_k, strict=True))]
     return merge_runs(rows_q, rows_k, spec.packed)
 

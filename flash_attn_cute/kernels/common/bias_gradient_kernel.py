@@ -10,23 +10,19 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, PieceMap, PieceTables, partial_sums_of, stats_of
-from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS, Schedule
 
 
-class BiasGradientKernel:
-    """The kernel of one configuration. Subclasses have the device's side, ``kernel`` and ``add_up``."""
+class BiasGradientKernel(MainKernel):
+    """The kernel of one configuration. Subclasses have products and the device's side, ``kernel`` and ``add_up``."""
 
     threads = 256  # that compute, and have as many sums each
 
     def __init__(self, config: Any, schedule: Schedule, swizzled: Callable[..., cute.ComposedLayout]):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = schedule
-        self.memory = SharedMemory(schedule, self.dtype, swizzled)
+        super().__init__(config, schedule, swizzled)
         self.map = PieceMap(config)
         self.tables = PieceTables(config, self.map)
 
@@ -40,7 +36,7 @@ class BiasGradientKernel:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables, ctas = self.tables(a, stream), self.map.num_owners(a)
         partial_sums = partial_sums_of(c, a, ctas, self.threads)
-        self.kernel(self.mma(), tma, a, tables, stats_of(c, a), partial_sums, scales).launch(
+        self.kernel(self.mmas(), tma, a, tables, stats_of(c, a), partial_sums, scales).launch(
             grid=[ctas * a.numbers.splits, 1, 1],
             block=[self.schedule.threads, 1, 1],
             stream=stream,
@@ -48,10 +44,6 @@ class BiasGradientKernel:
         )
         if const_expr(c.split):
             self.add_up(a, partial_sums).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream)
-
-    def mma(self) -> cute.TiledMma:
-        """Products of a piece's operands."""
-        raise NotImplementedError
 
     @cute.jit
     def leave_sums(self, sums: cute.Tensor, partial_sums: cute.Tensor, thread: Int32) -> None:

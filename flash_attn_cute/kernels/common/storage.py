@@ -55,15 +55,10 @@ class SharedMemory:
         """Buffers by name; None for those that the configuration does without."""
         return {name: self._tensor(storage, self.schedule.buffer(name)) for name in names}
 
-    def stage_layouts(self, *names: str, rows: int | None = None) -> list[cute.ComposedLayout]:
-        """Layouts of what TMA moves at a time of swizzled buffers: their first two modes, or so many rows of these."""
-        buffers = [self.schedule.buffer(name) for name in names]
-        return [self.swizzled(self.dtype, b.swizzle, (rows or b.shape[0], b.shape[1])) for b in buffers]
-
-    def row_tiles(self, operation: Any, name: str, mX: cute.Tensor, ragged: bool) -> RowTiles:
-        """TMA tiles of mX (s, d, heads, batch), each the first two modes of a swizzled buffer; on the host."""
+    def row_tiles(self, operation: Any, name: str, mX: cute.Tensor, ragged: bool, rows: int | None = None) -> RowTiles:
+        """TMA tiles of mX (s, d, heads, batch): the first two modes of a swizzled buffer, or so many rows of it."""
         buffer = self.schedule.buffer(name)
-        shape = buffer.shape[:2]
+        shape = (rows or buffer.shape[0], buffer.shape[1])
         return make_row_tiles(operation, mX, self.swizzled(self.dtype, buffer.swizzle, shape), shape, ragged)
 
     def _tensor(self, storage: Any, buffer: Buffer) -> cute.Tensor | None:

@@ -62,6 +62,15 @@ class RowTiles:
         return shared, glob
 
 
+class ForwardTiles(NamedTuple):
+    """TMA tiles of the tensors that a forward kernel loads and stores, by name."""
+
+    Q: RowTiles
+    K: RowTiles
+    V: RowTiles
+    O: RowTiles | None  # noqa: E741 (None: it leaves from registers)
+
+
 class BackwardTiles(NamedTuple):
     """TMA tiles of the tensors that a backward kernel loads and stores, by name."""
 

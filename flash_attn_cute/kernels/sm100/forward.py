@@ -44,7 +44,7 @@ zeros, so NaN behind it cannot reach P V, and are not written.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -56,18 +56,17 @@ from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
-from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.storage import SharedMemory
+from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_WARP, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
-from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
+from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
@@ -86,66 +85,33 @@ _COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
 _STEP = 16  # keys that a product sums over
 
 
-class Mmas(NamedTuple):
-    """Products, called by their results."""
-
-    S: cute.TiledMma
-    O: cute.TiledMma  # noqa: E741 (the output's name)
-
-
-class ForwardSm100:
+class ForwardSm100(ForwardKernel):
     """The forward kernel of one configuration."""
 
     def __init__(self, config: ForwardConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = forward_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
-        self.row_tables = RowTables(config)
+        super().__init__(config, forward_schedule(config), swizzled_by)
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
         self.commit = commit
-        features = config.features
-        self.keeps_max_P = features.max_logits and not features.caps_or_biases
-        self.keeps_max_logit = features.max_logits and features.caps_or_biases
 
-    @cute.jit
-    def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, behind those that make the tables of a mask."""
-        c, a, dtype = self.config, arguments, self.dtype
-        packed, ctas = c.features.packed, c.ctas_a_tile
-        mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
-        self.Storage = self.memory.struct()
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        rows, group = ctas * PART_ROWS, tcgen05.CtaGroup(ctas)  # of a product
-        mmas = Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_n, tcgen05.OperandSource.SMEM, k_major, rows, group),
-            O=tiled_mma(dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
+    def mmas(self) -> ForwardMmas:
+        """See ``MainKernel``."""
+        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
+        rows, group = c.ctas_a_tile * PART_ROWS, tcgen05.CtaGroup(c.ctas_a_tile)  # of a product
+        return ForwardMmas(
+            S=tiled_mma(self.dtype, k_major, c.tile_n, tcgen05.OperandSource.SMEM, k_major, rows, group),
+            O=tiled_mma(self.dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
         )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(group), cpasync.CopyBulkTensorTileS2GOp()
-        row_tiles = self.memory.row_tiles
-        tma = Tma(
-            Q=row_tiles(load, "sQ", mQ, packed),
-            K=row_tiles(load, "sK", mK, packed),
-            V=row_tiles(load, "sV", mV, packed),
-            O=None if const_expr(c.features.wide) else row_tiles(store, "sO", mO, packed),
-        )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        tables = self.row_tables(a, stream)
-        clusters = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms // ctas)
-        self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, tables, scales).launch(
-            grid=[ctas * clusters, 1, 1],
-            block=[frame.THREADS, 1, 1],
-            cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+
+    def loads(self) -> Any:
+        """See ``ForwardKernel``: bytes for both CTAs of a pair arrive at the leader's barriers."""
+        return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(self.config.ctas_a_tile))
 
     @cute.kernel
     def kernel(
         self,
-        mmas: Mmas,
-        tma: Tma,
+        mmas: ForwardMmas,
+        tma: ForwardTiles,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         a: ForwardArguments,
@@ -180,12 +146,12 @@ class ForwardSm100:
         return Shared.of(self.memory, storage)
 
     @cute.jit
-    def mma(self, mmas: Mmas, shared: Shared) -> None:
+    def mma(self, mmas: ForwardMmas, shared: Shared) -> None:
         """One warp, which issues all products."""
         self.multiply(mmas, shared)
 
     @cute.jit
-    def multiply(self, mmas: Mmas, shared: Shared) -> None:
+    def multiply(self, mmas: ForwardMmas, shared: Shared) -> None:
         """Issues all products: S of a block ahead of P V of the block before it."""
         c, tiles = self.config, shared.rings.tiles
         products = _Products.of(c, mmas, shared)
@@ -304,7 +270,7 @@ class ForwardSm100:
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         online = RowSoftmax(scales.log2, c.polynomial_every, c.features.bias, self.keeps_max_P)
-        max_logit = cute.make_rmem_tensor(1, Float32) if self.keeps_max_logit else None
+        max_logit = cute.make_rmem_tensor(1, Float32) if self.keeps_max_logits else None
         rows = _Rows(a, tables, shared, scales, online, max_logit, part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
@@ -343,12 +309,12 @@ class ForwardSm100:
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
 
-        bias = rows.bias(c, step, block) if const_expr(c.features.bias and not self.keeps_max_logit) else None
+        bias = rows.bias(c, step, block) if const_expr(c.features.bias and not self.keeps_max_logits) else None
         store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
         if is_seen:
-            if const_expr(self.keeps_max_logit):
+            if const_expr(self.keeps_max_logits):
                 scale = rows.arguments.numbers.softmax_scale
                 if is_cut:
                     rows.hide(c, step, block, place, words, scale)
@@ -391,7 +357,7 @@ class _Products:
     """All products, called by their results; in flight on return."""
 
     config: ForwardConfig
-    mmas: Mmas
+    mmas: ForwardMmas
     shared: Shared
     memory: cute.Pointer  # tensor memory
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, part)
@@ -399,7 +365,7 @@ class _Products:
     tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
 
     @staticmethod
-    def of(config: ForwardConfig, mmas: Mmas, shared: Shared) -> "_Products":
+    def of(config: ForwardConfig, mmas: ForwardMmas, shared: Shared) -> "_Products":
         """Products of all operands in shared memory."""
         tSrQ = mmas.S.make_fragment_A(operand(shared.sQ))
         tSrK = mmas.S.make_fragment_B(operand(shared.sK))
@@ -535,7 +501,7 @@ class _Rows:
     def raise_max_logits(self, config: ForwardConfig, step: Int32) -> None:
         """Raises the largest logit of the tile's head to those of the rows."""
         tile = self.tile(config, step)
-        logit = self.softmax.max_logit if self.max_logit is None else self.max_logit[0]
+        logit = self.softmax.max_logit(0) if self.max_logit is None else self.max_logit[0]
         is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
         logit = cutlass.select_(is_real, logit, -Float32.inf)
         raise_max_logit_by_warp(self.arguments.mMaxLogits, tile.head, logit)

@@ -25,8 +25,9 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.sm100.config import ForwardConfig
-from flash_attn_cute.kernels.sm100.forward import ForwardSm100, Mmas
+from flash_attn_cute.kernels.sm100.forward import ForwardSm100
 from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.forward_pair_transfers import PairProducer
 from flash_attn_cute.kernels.sm100.mma import commit_to_both
@@ -45,7 +46,7 @@ class ForwardPairSm100(ForwardSm100):
         return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, "tiles_sent"))
 
     @cute.jit
-    def mma(self, mmas: Mmas, shared: PairShared) -> None:  # type: ignore[override]
+    def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:  # type: ignore[override]
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
             self.multiply(mmas, shared)

@@ -8,16 +8,17 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm100.config import CTAS
 from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
-from flash_attn_cute.kernels.sm100.forward_transfers import Producer, Tma
+from flash_attn_cute.kernels.sm100.forward_transfers import Producer
 
 
 class PairProducer(Producer):
     """A warp of each CTA: loads its part of all that is needed, in the order in which it is. The leader's chooses."""
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: PairShared) -> None:  # type: ignore[override]
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: PairShared) -> None:  # type: ignore[override]
         """All tiles of the pair."""
         c, rings, rank = self.config, shared.rings, shared.rank
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]

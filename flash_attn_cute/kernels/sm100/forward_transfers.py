@@ -1,7 +1,5 @@
 """Producer warp and epilogue of the forward kernel (see ``forward``)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -13,7 +11,7 @@ from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns, zero_rows
 from flash_attn_cute.kernels.common.softmax import finalize
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
@@ -24,15 +22,6 @@ _BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
 _COLUMNS = 16  # of O that a thread of the epilogue has in registers
 
 
-class Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    K: RowTiles
-    V: RowTiles
-    O: RowTiles | None  # noqa: E741 (None if it does not leave by TMA)
-
-
 class Producer:
     """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
 
@@ -41,7 +30,7 @@ class Producer:
         self.tiles = ListedTiles(config) if config.features.listed else QueryTiles(config)
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: Shared) -> None:
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: Shared) -> None:
         """All tiles of the CTA; one of no sequence ends the work of the others."""
         c, rings = self.config, shared.rings
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]

@@ -1,20 +1,9 @@
-"""Online softmax of one row a thread (Milakov and Gimelshein, arXiv 1805.02867), in base 2.
+"""Online softmax (``common.softmax``) of one row a thread, of scores in tensor memory.
 
-Scores stay in tensor memory until P takes their place, so they need not be kept in registers. P of a block is first
-computed with the ``row_max`` of the blocks before. Only rows whose sum shows that some element is too large, or that
-are fully masked so far, read their scores again and compute P with their true maximum. So no maximum is searched in the
-common case, and the row's own thread rescales O, because no other thread writes it then. Where the first three quarters
-of a block's P sum to little, and no exponent of the last quarter is large, the tensor cores multiply the former while
-the latter is computed. (FlashAttention-4 looks for every maximum, and spares the rescaling of O while it grows by
-little.)
-
-A bias can be so large (-1e9, or the lowest number of a dtype, which is often used for -inf) that its product with
-log2(e), or the rounding of it, is too large for an exponent. So with a bias ``row_max`` is natural, as the scores are,
-and a large one is subtracted first. That takes one more instruction a pair, so P of such rows is not computed in
-advance.
-
-Whether a row is computed again follows from that row alone, so that its result has the same bits whatever its
-neighbours hold.
+Scores stay there until P takes their place, so they need not be kept in registers: what is computed again, or has
+its maximum searched, is read again. The row's own thread rescales O, because no other thread writes it then. Where the
+first three quarters of a block's P sum to little, and no exponent of the last quarter is large, the tensor cores
+multiply the former while the latter is computed.
 """
 
 import functools
@@ -25,43 +14,23 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
-from flash_attn_cute.kernels.common.max_logits import larger_P, logit_of
+from flash_attn_cute.kernels.common.max_logits import larger_P
 from flash_attn_cute.kernels.common.score import LOG2_E
-from flash_attn_cute.kernels.common.softmax import MAX_SUM, to_base_2
+from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
-_LARGE = 2.0**16  # of a row_max: up to it the rounding of its product with log2(e) is below 1 %, and cancels
 _MAX_EXPONENT = 5.0  # of P of the last quarter: it sums to no more than MAX_SUM either
 
 Scores = Callable[[], list[Float32]]
 
 
-class RowSoftmax:
-    """The running row_max of a thread's row, -inf while it has no visible key, and its row_sum.
-
-    ``max_P``, if asked for, is the row's largest P, as if all had been computed with ``row_max``.
-    """
+class RowSoftmax(SoftmaxState):
+    """The state of a thread's row."""
 
     def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool, keeps_max_P: bool = False):
-        self.scale_log2 = scale_log2
-        self.is_natural = is_natural  # row_max; the scale is positive then
+        super().__init__(1, scale_log2, is_natural, keeps_max_P)
         self.polynomial_every = polynomial_every  # of so many pairs of P; 0: none
-        self.row_max = cute.make_rmem_tensor(1, Float32)
-        self.row_sum = cute.make_rmem_tensor(1, Float32)
-        self.max_P = cute.make_rmem_tensor(1, Float32) if keeps_max_P else None
-
-    def reset(self) -> None:
-        """Resets the row's state, before the first block."""
-        self.row_max.fill(-Float32.inf)
-        self.row_sum.fill(0.0)
-        if self.max_P is not None:
-            self.max_P.fill(0.0)
-
-    @property
-    def max_logit(self) -> Float32:
-        """The row's largest logit, natural; -inf if no key is visible."""
-        return logit_of(self.max_P[0], self.row_max[0])
 
     @cute.jit
     def step(
@@ -135,7 +104,7 @@ class RowSoftmax:
         """Scores, scaled, less a shift; each piece is read when it is its turn."""
         first = None  # what is subtracted before the rest
         if self.is_natural:
-            is_large = cute.arch.fmax(shift, -shift) > _LARGE
+            is_large = cute.arch.fmax(shift, -shift) > LARGE
             if in_advance:  # NaN: no sum that fits
                 shift = cutlass.select_(is_large, Float32.nan, shift) * LOG2_E
             else:

@@ -25,30 +25,28 @@ Where tiles have rows of several heads, or out is float32, O leaves from registe
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
-from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
+from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
-from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm90.forward_shared import Entry, Shared
-from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
+from flash_attn_cute.kernels.sm90.forward_transfers import Transfers
 from flash_attn_cute.kernels.sm90.mma import (
     as_operand_a,
     convert,
@@ -74,76 +72,30 @@ _BARRIER_TENSOR_CORES = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
 
-class _Mmas(NamedTuple):
-    """Products, called by their results."""
-
-    S: cute.TiledMma
-    O: cute.TiledMma  # noqa: E741 (the output's name)
-
-
-class ForwardSm90:
+class ForwardSm90(ForwardKernel):
     """The forward kernel of one configuration."""
 
     def __init__(self, config: ForwardConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = forward_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        super().__init__(config, forward_schedule(config), swizzled)
         self.warpgroups = config.num_mma_warpgroups
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
-        self.row_tables = RowTables(config)
-        features = config.features
-        self.has_no_sO = features.wide or features.half_blocks
         self.stores_rows = config.group > 1 or self.has_no_sO
-        self.keeps_max_P = features.max_logits and not features.caps_or_biases
-        self.keeps_max_logits = features.max_logits and features.caps_or_biases
 
-    @cute.jit
-    def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, behind those that make the tables of a mask."""
-        c, a, dtype = self.config, arguments, self.dtype
-        mQ, mK, mV, mO = (rows_first(x, c.features.packed) for x in (a.mQ, a.mK, a.mV, a.mO))
-        mLSE = numbers_first(a.mLSE, c.features.packed)
-        if const_expr(c.group > 1):
-            # The heads of a group in turn, then the next query. Nothing clips such rows where a sequence ends: rows
-            # behind it give results that are not stored.
-            (rows, d, heads, batch), (row, column, head, entry) = mQ.shape, mQ.stride
-            layout = cute.make_layout(
-                ((c.group, rows), d, heads // c.group, batch), stride=((head, row), column, head * c.group, entry)
-            )
-            mQ = cute.make_tensor(mQ.iterator, layout)
-        self.Storage = self.memory.struct()
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    def mmas(self) -> ForwardMmas:
+        """See ``MainKernel``."""
+        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        mmas = _Mmas(
-            S=tiled_mma(dtype, k_major, k_major, c.tile_n, registers if const_expr(c.q_in_registers) else shared),
-            O=tiled_mma(dtype, k_major, mn_major, c.tile_dv, registers),
-        )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        (sQ,), (sK, sV) = self.memory.stage_layouts("sQ"), self.memory.stage_layouts("sK", "sV", rows=c.keys_a_load)
-        sO = None if const_expr(self.has_no_sO) else self.memory.stage_layouts("sO")[0]
-        packed = c.features.packed
-        tma = Tma(
-            Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
-            K=make_row_tiles(load, mK, sK, (c.keys_a_load, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.keys_a_load, c.tile_dv), packed),
-            O=None if const_expr(sO is None) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
-        )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        tables = self.row_tables(a, stream)
-        ctas = self.transfers.tiles.num(a)
-        if const_expr(c.persistent):
-            ctas = cutlass.min(ctas, a.numbers.num_sms)
-        self.kernel(mmas, tma, mO, mLSE, a, tables, scales).launch(
-            grid=[ctas, 1, 1], block=[self.schedule.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        return ForwardMmas(
+            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, registers if c.q_in_registers else shared),
+            O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
         )
 
     @cute.kernel
     def kernel(
         self,
-        mmas: _Mmas,
-        tma: Tma,
+        mmas: ForwardMmas,
+        tma: ForwardTiles,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         arguments: ForwardArguments,
@@ -151,27 +103,11 @@ class ForwardSm90:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
-        c, schedule, memory = self.config, self.schedule, self.memory
+        c, schedule = self.config, self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tiles, k, v = (memory.ring(storage, name) for name in ("tiles", "k", "v"))
-        tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                memory.init(storage, "tiles", "bias")
-        pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        shared = Shared(
-            **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
-            tile_full=tile_full,
-            tile_empty=tile_empty,
-            pipe_K=pipe_K,
-            pipe_V=pipe_V,
-            bias=SharedBias.of(c, arguments, memory, storage),
-        )
+        shared = self._set_up(arguments, cutlass.memory.SmemAllocator().allocate(self.Storage), warp_idx)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             if warp_idx == 0:
@@ -184,11 +120,32 @@ class ForwardSm90:
             self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit
+    def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:
+        """Initialises the barriers in shared memory."""
+        schedule, memory = self.schedule, self.memory
+        tiles, k, v = (memory.ring(storage, name) for name in ("tiles", "k", "v"))
+        tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                memory.init(storage, "tiles", "bias")
+        pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        return Shared(
+            **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
+            tile_full=tile_full,
+            tile_empty=tile_empty,
+            pipe_K=pipe_K,
+            pipe_V=pipe_V,
+            bias=SharedBias.of(self.config, a, memory, storage),
+        )
+
+    @cute.jit
     def mma(
         self,
         a: ForwardArguments,
         tables: Tables | None,
-        mmas: _Mmas,
+        mmas: ForwardMmas,
         tO: RowTiles | None,
         shared: Shared,
         mO: cute.Tensor,
@@ -262,7 +219,7 @@ class ForwardSm90:
         self,
         a: ForwardArguments,
         tables: Tables | None,
-        mmas: _Mmas,
+        mmas: ForwardMmas,
         tO: RowTiles | None,
         shared: Any,
         mO: cute.Tensor,
@@ -569,7 +526,7 @@ class _Work:
     tables: Tables | None
     warpgroup: Int32
     thread: Int32  # of the warpgroup
-    mmas: _Mmas
+    mmas: ForwardMmas
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K) in registers, or (MMA, 1, MMA_K, tile stage)
     tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)

@@ -22,21 +22,22 @@ Turns at the tensor cores as of ``forward`` have no place here, as warpgroups ha
 Q is in registers, which leaves shared memory for three stages at d = 128. O leaves from registers, row by row.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.block_lists import FULL, Tables
+from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Mmas, _Work
+from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
-from flash_attn_cute.kernels.sm90.forward_transfers import Tma
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 
@@ -48,30 +49,17 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         super().__init__(config)
         self.transfers = HalfBlockTransfers(config, self.schedule.pipeline("q").num_bytes)  # type: ignore[assignment]
 
-    @cute.kernel
-    def kernel(
-        self,
-        mmas: _Mmas,
-        tma: Tma,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        arguments: ForwardArguments,
-        tables: Tables,
-        scales: ScoreScales,
-    ) -> None:
-        """Sets up shared memory, then splits into roles."""
-        schedule, memory = self.schedule, self.memory
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+    @cute.jit
+    def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:  # type: ignore[override]
+        """See ``ForwardSm90``."""
+        memory = self.memory
         tiles, q, k, v, messages = (memory.ring(storage, name) for name in ("tiles", "q", "k", "v", "messages0"))
         if warp_idx == 0:
             with cute.arch.elect_one():
                 memory.init(storage)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-        shared = Shared(
+        return Shared(
             **memory.tensors(storage, "sQ", "sK", "sV", "tiles", "messages"),
             tile_ring=tiles,
             q_ring=q,
@@ -79,20 +67,13 @@ class ForwardHalfBlocksSm90(ForwardSm90):
             v_stages=Stages(v.barriers, v.stages, v.num_bytes),
             message_barriers=messages.barriers,
         )
-        if warp_idx < 4:
-            set_registers(schedule.role("producer").registers, schedule.threads)
-            if warp_idx == 0:
-                self.transfers.producer(arguments, tables, tma, shared)
-        else:
-            set_registers(schedule.role("mma").registers, schedule.threads)
-            self.mma(arguments, tables, mmas, None, shared, mO, mLSE, scales)
 
     @cute.jit
     def mma(
         self,
         a: ForwardArguments,
         tables: Tables,
-        mmas: _Mmas,
+        mmas: ForwardMmas,
         tO: RowTiles | None,
         shared: Shared,
         mO: cute.Tensor,

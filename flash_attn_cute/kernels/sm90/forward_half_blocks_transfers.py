@@ -24,10 +24,9 @@ from flash_attn_cute.kernels.common.block_lists import EMPTY, FULL, BlockList, T
 from flash_attn_cute.kernels.common.mask_tiles import ALL_SEEN, SEEN
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import MESSAGES
-from flash_attn_cute.kernels.sm90.forward_transfers import Tma
 
 END = -1  # in the place of a message's stage: the warpgroup has no further step in the tile
 _WARPS = 4  # of a warpgroup
@@ -90,7 +89,7 @@ class HalfBlockTransfers:
         self.tiles = QueryTiles(config)
 
     @cute.jit
-    def producer(self, a: ForwardArguments, tables: Tables, tma: Tma, shared: Shared) -> None:
+    def producer(self, a: ForwardArguments, tables: Tables, tma: ForwardTiles, shared: Shared) -> None:
         """Warp 0: chooses tiles, pairs half blocks, and loads all that they need in the order of the steps."""
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
         num_tiles = self.tiles.num(a)

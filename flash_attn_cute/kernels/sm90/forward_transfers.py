@@ -1,7 +1,5 @@
 """Warpgroup 0 of the forward kernel: which tiles there are, and what they need (see ``forward``)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, pipeline
@@ -9,19 +7,10 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm90.forward_shared import Shared
-
-
-class Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    K: RowTiles
-    V: RowTiles
-    O: RowTiles | None  # noqa: E741 (None if it does not leave by TMA)
 
 
 class Transfers:
@@ -34,7 +23,7 @@ class Transfers:
         self.tiles = QueryTiles(config)
 
     @cute.jit
-    def producer(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: Shared) -> None:
+    def producer(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: Shared) -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)

@@ -1,18 +1,6 @@
-"""Online softmax over blocks of keys (Milakov and Gimelshein, arXiv 1805.02867), in base 2.
+"""Online softmax over blocks of keys (``common.softmax``), of scores in a warpgroup's registers.
 
-P = exp2(score - row_max). ``row_max`` need not be the row's maximum: any number near it gives the same quotient. So P
-of a block is first computed with the ``row_max`` of the blocks before, and no maximum is searched. P is computed again,
-with the true maximum, only for rows whose sum shows that some element is too large, or that all are masked so far.
-Maxima are a fifth of a block's instructions, and all others wait for them. (FlashAttention-4 spares the rescaling of O
-while a maximum grows by little; this spares the maximum, too.)
-
-Whether a row is computed again follows from that row alone, so that its result has the same bits whatever its
-neighbours hold.
-
-A bias can be so large (-1e9, or the lowest number of a dtype, which is often used for -inf) that its product with
-log2(e), or the rounding of it, is too large for an exponent. So with a bias ``row_max`` is natural, as the scores are,
-and a large one is subtracted first. That takes one more instruction an element, so P of such rows is not computed in
-advance.
+Maxima would be a fifth of a block's instructions, and all others would wait for them.
 """
 
 import cutlass
@@ -20,41 +8,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
-from flash_attn_cute.kernels.common.max_logits import larger_P, logit_of
+from flash_attn_cute.kernels.common.max_logits import larger_P
 from flash_attn_cute.kernels.common.score import LOG2_E
-from flash_attn_cute.kernels.common.softmax import MAX_SUM, finalize, to_base_2
+from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
-_LARGE = 2.0**16  # of a maximum: up to it the rounding of its product with log2(e) is below 1 %, and cancels
 
+class OnlineSoftmax(SoftmaxState):
+    """The state of a thread's rows, each of which four neighbouring lanes share.
 
-class OnlineSoftmax:
-    """The running row_max and row_sum of each of a thread's rows.
-
-    ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive). The four
-    neighbouring lanes that share a row have the same one; it is -inf while the row has no visible key. ``row_sum`` is
-    this thread's part of the sum of P. ``max_P``, if asked for, is the largest P of this thread's part of a row, as if
-    all had been computed with ``row_max``.
+    They have the same ``row_max``. ``row_sum`` and ``max_P`` are of this thread's part of a row.
     """
-
-    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool, keeps_max_P: bool = False):
-        self.num_rows = num_rows
-        self.scale_log2 = scale_log2
-        self.is_natural = is_natural
-        self.row_max = cute.make_rmem_tensor(num_rows, Float32)
-        self.row_sum = cute.make_rmem_tensor(num_rows, Float32)
-        self.max_P = cute.make_rmem_tensor(num_rows, Float32) if keeps_max_P else None
-
-    def reset(self) -> None:
-        """Resets the state of all rows, before the first block."""
-        self.row_max.fill(-Float32.inf)
-        self.row_sum.fill(0.0)
-        if self.max_P is not None:
-            self.max_P.fill(0.0)
-
-    def max_logit(self, r: int) -> Float32:
-        """The largest logit of this thread's part of a row, natural; -inf if no key of it is visible."""
-        return logit_of(self.max_P[r], self.row_max[r])
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
@@ -147,7 +111,7 @@ class OnlineSoftmax:
         shift = [shifts[r] for r in range(self.num_rows)]
         first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
         if const_expr(self.is_natural):
-            is_large = [cute.arch.fmax(x, -x) > _LARGE for x in shift]
+            is_large = [cute.arch.fmax(x, -x) > LARGE for x in shift]
             if const_expr(in_advance):  # NaN: no sum that fits
                 rest = [cutlass.select_(is_large[r], Float32.nan, shift[r]) for r in range(self.num_rows)]
             else:

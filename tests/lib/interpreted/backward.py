@@ -11,13 +11,12 @@ from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
-from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec
 from lab import interpreter
 from tests.lib import oracle
 from tests.lib.checks import assert_close, gradients, poisoned_dout
 from tests.lib.configurations import paired
-from tests.lib.interpreted.common import B200, Executed, as_given
+from tests.lib.interpreted.common import B200, Executed, architecture_of, as_given
 from tests.lib.oracle import Call
 
 NUM_SMS = 2
@@ -37,7 +36,7 @@ class Interpreted(CuteBackend):
         capability: tuple[int, int] = B200,
     ):
         """``by_pairs``: with the kernel of long sequences, of any length."""
-        architecture = ARCHITECTURES["sm100"].on(capability)
+        architecture = architecture_of(capability)
         if by_pairs:
             backward = architecture.passes["backward"]
             configured = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))

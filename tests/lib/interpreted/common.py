@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from lab import interpreter
@@ -16,6 +17,13 @@ from tests.lib.compiled import code_for
 from tests.lib.oracle import Call
 
 B200, B300 = TARGETS  # their compute capabilities
+H100 = 9, 0
+
+
+def architecture_of(capability: tuple[int, int]) -> Architecture:
+    """The architecture of GPUs of a compute capability, with kernels for these."""
+    found = ARCHITECTURES[architecture_for(capability) or ""]
+    return found.on(capability) if len(found.targets) > 1 else found
 
 
 def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
@@ -23,7 +31,11 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
-    if call.block_mask is not None:
+    block = 0 if call.block_mask is None else call.block_mask.selection_block
+    if block:
+        assert call.block_mask is not None
+        fields["selected"] = call.block_mask.selected()
+    elif call.block_mask is not None:
         fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=backward)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
@@ -35,7 +47,7 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
         deterministic=False,
         zero_padding=True,
     )
-    return inputs, AttentionSpec.of(inputs, options)
+    return inputs, AttentionSpec.of(inputs, options)._replace(selection_block=block)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tests.lib.configurations import forward_paired
 from tests.lib.interpreted.common import (
     B200,
     Executed,
+    architecture_of,
     as_given,
 )
 from tests.lib.oracle import Call
@@ -48,7 +49,7 @@ class Interpreted(CuteBackend):
 
     def __init__(self, *, by_pairs: bool = False, capability: tuple[int, int] = B200, **options: Any):
         """``by_pairs``: with the kernel of long sequences, of any length."""
-        architecture = ARCHITECTURES["sm100"].on(capability)
+        architecture = architecture_of(capability)
         super().__init__(by_pairs_of_ctas(architecture) if by_pairs else architecture)
         self.options = options
         self._prepare_forward = self.prepare  # type: ignore[assignment]

@@ -71,8 +71,8 @@ class BiasGradientSm100(BiasGradientKernel):
     def __init__(self, config: BiasGradientConfig):
         super().__init__(config, bias_gradient_schedule(config), swizzled_by)
 
-    def mma(self) -> cute.TiledMma:
-        """See ``BiasGradientKernel``."""
+    def mmas(self) -> cute.TiledMma:
+        """See ``MainKernel``."""
         return tiled_mma(self.dtype, OperandMajorMode.K, self.config.tile_n, tcgen05.OperandSource.SMEM)
 
     @cute.kernel

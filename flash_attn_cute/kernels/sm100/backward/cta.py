@@ -53,9 +53,9 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, pack, set_registers
-from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, rounds_a_tile, zero_fully_masked_keys
+from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
@@ -91,7 +91,7 @@ class BackwardCtaSm100(BackwardKernel):
         self.scores = Scores(config)
 
     def mmas(self) -> Mmas:
-        """See ``BackwardKernel``."""
+        """See ``MainKernel``."""
         return Mmas.of(self.config)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:

@@ -51,8 +51,8 @@ class BiasGradientSm90(BiasGradientKernel):
     def __init__(self, config: BiasGradientConfig):
         super().__init__(config, bias_gradient_schedule(config), swizzled)
 
-    def mma(self) -> cute.TiledMma:
-        """See ``BiasGradientKernel``."""
+    def mmas(self) -> cute.TiledMma:
+        """See ``MainKernel``."""
         k_major = OperandMajorMode.K
         return tiled_mma(self.dtype, k_major, k_major, self.config.tile_n, warpgroup.OperandSource.SMEM)
 
@@ -182,7 +182,7 @@ class BiasGradientSm90(BiasGradientKernel):
     def add_up(self, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
         """Sums of CTAs that share a tile, in their order, and writes it."""
         c, thread = self.config, cute.arch.thread_idx()[0]
-        own = self.mma().get_slice(thread % 128)
+        own = self.mmas().get_slice(thread % 128)
         acc_dB = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
         coordinates = rows_and_columns(own.partition_C(cute.make_identity_tensor((64, c.tile_n))))
         self.gather_sums(a, acc_dB, partial_sums, thread)

@@ -39,10 +39,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, set_registers
-from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.key_lists import entry_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles
+from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
@@ -81,7 +81,7 @@ class BackwardClusterSm90(BackwardKernel):
         self.transfers = Transfers(config)
 
     def mmas(self) -> _Mmas:
-        """See ``BackwardKernel``."""
+        """See ``MainKernel``."""
         c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         return _Mmas(

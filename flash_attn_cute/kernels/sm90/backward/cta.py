@@ -45,11 +45,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
-from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, zero_fully_masked_keys
+from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
@@ -99,7 +99,7 @@ class BackwardCtaSm90(BackwardKernel):
         self.transfers = Transfers(config)
 
     def mmas(self) -> _Mmas:
-        """See ``BackwardKernel``."""
+        """See ``MainKernel``."""
         c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         return _Mmas(

@@ -1,0 +1,228 @@
+"""Key blocks that each query selects, on a Hopper GPU: attention of 64 or 16 heads of 128 in four groups, causal.
+
+Queries select their own block of 64 keys, the first one, and others before their own at random, as many as they can up
+to a number. Against the selected branch of flash-linear-attention's NSA, where it is there, and compiled FlexAttention
+with a byte for each query and block. NSA takes groups of 16 heads and more: smaller ones are padded with zeros, in its
+time. The package also takes part with 16 blocks, to whose time that of other numbers is to be proportional. Work is
+that of visible pairs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Run, Suite, Unavailable
+from benchmarks.work import Work, attention_flop, gpu_backend
+from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.backends.cute.selection_tables import selection_tables
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+PACKAGE, FLA, FLEX = "flash_attn_cute", "flash-linear-attention", "FlexAttention"
+SIXTEEN = f"{PACKAGE} top 16"  # not what a row asks for
+BACKEND = gpu_backend()
+GROUPS, D, BLOCK = 4, 128, 64
+FEWEST_HEADS = 16  # of a group of flash-linear-attention's
+_LONGEST_FLEX = 65_536  # its bytes take too much room then
+_ROWS_AT_ONCE = 4096  # of random numbers, whose rows are as long as there are blocks
+_ITEM_PICKS = 1020  # of the tables that are timed
+
+
+@dataclass(frozen=True)
+class Row:
+    """Queries of ``seqlen`` tokens, in groups of so many heads, that select ``top`` blocks each."""
+
+    group: int = 16
+    top: int = 16
+    seqlen: int = 32_768
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return f"group of {self.group}, top {self.top}, {self.seqlen // 1024}k"
+
+
+_FIRST, _SMALL_GROUP = Row(), Row(group=4)
+ROWS = (
+    _FIRST,
+    _SMALL_GROUP,
+    *(Row(top=top) for top in (4, 8, 32, 64)),
+    *(Row(seqlen=seqlen) for seqlen in (8192, 65_536, 131_072)),
+)
+BARS = {(_FIRST, FLA): 3.0, (_FIRST, FLEX): 6.0, (_SMALL_GROUP, FLA): 2.0}  # least speed over others
+PROPORTIONAL = 1.15  # the most time over top / 16 of that of 16 blocks
+TABLES_SECONDS = 0.5e-3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SelectedCase(Case):
+    """Inputs (1, seqlen, heads, d), and selected blocks (1, groups, seqlen, top), int32, -1 for none."""
+
+    row: Row
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indices: Tensor
+
+
+def suite(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
+    """The suite of all rows, forward. Its bars are the least that the package has to reach."""
+
+    def cases() -> Iterator[SelectedCase]:
+        for row in ROWS:
+            yield _case(row, device, dtype)
+
+    contenders = [
+        Contender(PACKAGE, _package),
+        Contender(SIXTEEN, _sixteen, compared=False),
+        Contender(FLA, _flash_linear_attention),
+        Contender(FLEX, _flex),
+    ]
+    return Suite("selected", cases, contenders, PACKAGE, list(_bars()), rounds=20, seconds=1.0)
+
+
+def tables(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
+    """The suite of what kernels' tables of a selection cost, made anew in each call; of the first row."""
+    limits = [Limit(ROWS[0].name, PACKAGE, TABLES_SECONDS, None)]
+    contenders = [Contender(PACKAGE, _tables)]
+    cases = partial(_cases_of_tables, device, dtype)
+    return Suite("selected-tables", cases, contenders, PACKAGE, (), rounds=20, seconds=1.0, limits=limits)
+
+
+def _bars() -> Iterator[Bar]:
+    for (row, against), least in BARS.items():
+        if row in ROWS:
+            yield Bar(row.name, PACKAGE, against, 1 / least)
+    for row in ROWS:
+        if row.top != _FIRST.top:
+            yield Bar(row.name, PACKAGE, SIXTEEN, PROPORTIONAL * row.top / _FIRST.top)
+
+
+def _cases_of_tables(device: torch.device, dtype: torch.dtype) -> Iterator[SelectedCase]:
+    yield _case(ROWS[0], device, dtype)
+
+
+def _case(row: Row, device: torch.device, dtype: torch.dtype) -> SelectedCase:
+    draw = torch.Generator(device).manual_seed(0)
+    heads = GROUPS * row.group
+    q, k, v = (
+        torch.randn(1, row.seqlen, n, D, generator=draw, device=device, dtype=dtype) for n in (heads, GROUPS, GROUPS)
+    )
+    indices = selected_blocks(row.seqlen, row.top, device)
+    pairs = row.group * _pairs(indices)
+    return SelectedCase(
+        name=row.name,
+        detail=f"q {tuple(q.shape)}, {GROUPS} groups, blocks of {BLOCK} keys",
+        panel="forward",
+        device=device,
+        dtype=dtype,
+        work=Work(attention_flop(pairs, 1, D, D, "forward"), 2 * q.nbytes + 2 * k.nbytes),
+        row=row,
+        q=q,
+        k=k,
+        v=v,
+        indices=indices,
+    )
+
+
+def selected_blocks(seqlen: int, top: int, device: torch.device) -> Tensor:
+    """(1, groups, seqlen, top), int32: the own block, the first, and others before; -1 where there are no more."""
+    draw, found = torch.Generator(device).manual_seed(0), []
+    blocks = torch.arange(-(-seqlen // BLOCK), device=device)
+    for rows in torch.arange(seqlen, device=device).split(_ROWS_AT_ONCE):
+        own = rows[:, None] // BLOCK
+        scores = torch.rand(GROUPS, len(rows), len(blocks), generator=draw, device=device)
+        scores = scores.masked_fill_(blocks == own, 2.0).masked_fill_(blocks == 0, 3.0)
+        best = scores.masked_fill_(blocks > own, -1.0).topk(min(top, len(blocks)))
+        found.append(best.indices.masked_fill(best.values < 0, -1).int())
+    return torch.cat(found, 1)[None]
+
+
+def _pairs(indices: Tensor) -> int:
+    """Visible pairs of queries and keys, over all groups."""
+    row = torch.arange(indices.shape[2], device=indices.device)[:, None]
+    keys = (row + 1 - indices * BLOCK).clamp(max=BLOCK).masked_fill(indices < 0, 0)
+    return int(keys.sum())
+
+
+def _package(case: SelectedCase, indices: Tensor | None = None) -> Run:
+    indices = case.indices if indices is None else indices
+    mask = BlockMask.from_selection(indices, block=BLOCK, seqlen_k=case.row.seqlen)
+
+    @torch.no_grad()
+    def run() -> dict[str, Tensor]:
+        return {"out": flash_attn_func(case.q, case.k, case.v, causal=True, block_mask=mask, backend=BACKEND)}
+
+    return run
+
+
+def _sixteen(case: SelectedCase) -> Run:
+    if case.row.top == _FIRST.top:
+        raise NoPart
+    return _package(case, selected_blocks(case.row.seqlen, _FIRST.top, case.device))
+
+
+def _flash_linear_attention(case: SelectedCase) -> Run:
+    """The selected branch alone, but that the function also averages blocks of keys and values."""
+    try:
+        from fla.ops.nsa import parallel_nsa
+    except ImportError as reason:
+        raise Unavailable(str(reason)) from reason
+    group = case.row.group
+    none = case.row.seqlen  # of no block, so that no query sees one there
+    indices = case.indices.masked_fill(case.indices < 0, none).transpose(1, 2).long().contiguous()
+
+    @torch.no_grad()
+    def run() -> dict[str, Tensor]:
+        q = case.q
+        if group < FEWEST_HEADS:
+            padding = (0, 0, 0, FEWEST_HEADS - group)
+            q = torch.nn.functional.pad(q.unflatten(2, (GROUPS, group)), padding).flatten(2, 3)
+        out = parallel_nsa(q, case.k, case.v, block_indices=indices, block_counts=indices.shape[-1], block_size=BLOCK)
+        return {"out": out.unflatten(2, (GROUPS, -1))[:, :, :, :group].flatten(2, 3)}
+
+    return run
+
+
+def _flex(case: SelectedCase) -> Run:
+    """Compiled FlexAttention, with a byte for each query and block; its mask is made once."""
+    n, group = case.row.seqlen, case.row.group
+    if n > _LONGEST_FLEX:
+        raise Unavailable(f"its mask takes too long to make of more than {_LONGEST_FLEX} tokens")
+    blocks = -(-n // BLOCK)
+    places = case.indices.long().masked_fill(case.indices < 0, blocks)
+    seen = torch.zeros(GROUPS, n, blocks + 1, dtype=torch.bool, device=case.device).scatter_(-1, places[0], True)
+
+    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return seen[h // group, i, j // BLOCK] & (j <= i)
+
+    is_compiled = case.device.type == "cuda"
+    shown = create_block_mask(mod, None, GROUPS * group, n, n, device=case.device, _compile=is_compiled)
+    torch.compiler.reset()  # or after eight rows it would be compiled no more
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
+
+    @torch.no_grad()
+    def run() -> dict[str, Tensor]:
+        return {"out": compiled(q, k, v, block_mask=shown, enable_gqa=True).transpose(1, 2)}
+
+    return run
+
+
+def _tables(case: SelectedCase) -> Run:
+    """From the caller's indices to what the kernels read."""
+    n, none = case.row.seqlen, None
+    inputs = AttentionInputs(case.q, case.k, case.v, none, none, none, none, none, none, none, n, n)
+    options = Options(None, None, 0, 0.0, deterministic=False, zero_padding=True)
+    spec = AttentionSpec.of(inputs, options)._replace(selection_block=BLOCK)
+
+    def run() -> dict[str, Tensor]:
+        mask = BlockMask.from_selection(case.indices, block=BLOCK, seqlen_k=n)
+        selection_tables(spec, inputs._replace(selected=mask.selected()), (0, n), _ITEM_PICKS)
+        return {}
+
+    return run

@@ -1,0 +1,129 @@
+"""Main kernels, on the host: what each is made of, and how it is launched."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, ForwardArguments
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_tiles import num_key_tiles
+from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.query_tiles import QueryTiles
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.storage import SharedMemory
+from flash_attn_cute.kernels.common.tma import ForwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.schedule import Schedule
+
+
+class MainKernel:
+    """A kernel of one configuration, with the shared memory that its schedule describes."""
+
+    def __init__(self, config: Any, schedule: Schedule, swizzled: Callable[..., cute.ComposedLayout]):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.schedule = schedule
+        self.memory = SharedMemory(schedule, self.dtype, swizzled)
+
+    def mmas(self) -> Any:
+        """Products, called by their results, if they are of several kinds."""
+        raise NotImplementedError
+
+    def launch(self, kernel: Any, tiles: Int32, num_sms: Int32, stream: Any, ctas_an_sm: int = 1) -> None:
+        """Launches as many CTAs, or clusters, as SMs have room for or, if the kernel is not persistent, one a tile."""
+        c, ctas = self.config, self.config.ctas_a_tile
+        clusters = cutlass.min(tiles, ctas_an_sm * num_sms // ctas) if c.persistent else tiles
+        kernel.launch(
+            grid=[ctas * clusters, 1, 1],
+            block=[self.schedule.threads, 1, 1],
+            cluster=[ctas, 1, 1] if ctas > 1 else None,
+            stream=stream,
+            min_blocks_per_mp=ctas_an_sm,
+            preferred_smem_carveout=100 if ctas_an_sm > 1 else None,  # or the compiler asks a GPU
+        )
+
+
+class ForwardMmas(NamedTuple):
+    """Products of a forward kernel, called by their results."""
+
+    S: cute.TiledMma
+    O: cute.TiledMma  # noqa: E741 (the output's name)
+
+
+class ForwardKernel(MainKernel):
+    """The forward kernel of one configuration. Subclasses have products and the device's side, ``kernel``."""
+
+    def __init__(self, config: Any, schedule: Schedule, swizzled: Callable[..., cute.ComposedLayout]):
+        super().__init__(config, schedule, swizzled)
+        self.row_tables = RowTables(config)
+        features = config.features
+        self.has_no_sO = features.wide or features.half_blocks
+        # Of the largest logits: those that do not follow from P are looked for among the scores.
+        self.keeps_max_P = features.max_logits and not features.caps_or_biases
+        self.keeps_max_logits = features.max_logits and features.caps_or_biases
+
+    @cute.jit
+    def __call__(self, a: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel, behind those that make the tables of a mask."""
+        c = self.config
+        mO, mLSE = rows_first(a.mO, c.features.packed), numbers_first(a.mLSE, c.features.packed)
+        self.Storage = self.memory.struct()
+        mmas, tma = self.mmas(), self.tma(a, mO)
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        kernel = self.kernel(mmas, tma, mO, mLSE, a, self.row_tables(a, stream), scales)
+        self.launch(kernel, QueryTiles(c).num(a), a.numbers.num_sms, stream)
+
+    def loads(self) -> Any:
+        """The operation by which TMA loads."""
+        return cpasync.CopyBulkTensorTileG2SOp()
+
+    def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
+        """TMA tiles of the tensors that the kernel loads and stores."""
+        c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
+        load, store = self.loads(), cpasync.CopyBulkTensorTileS2GOp()
+        mQ, mK, mV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV))
+        rows = BLOCK // 2 if c.features.half_blocks else None  # of K and V, that come together
+        return ForwardTiles(
+            Q=row_tiles(load, "sQ", _by_groups(mQ, c.group), packed and c.group == 1),
+            K=row_tiles(load, "sK", mK, packed, rows),
+            V=row_tiles(load, "sV", mV, packed, rows),
+            O=None if self.has_no_sO else row_tiles(store, "sO", mO, packed),
+        )
+
+
+def _by_groups(mQ: cute.Tensor, group: int) -> cute.Tensor:
+    """Queries whose rows are those of a group's heads in turn, then of the next position.
+
+    Nothing clips such rows where a sequence ends: rows behind it give results that are not stored.
+    """
+    if group == 1:
+        return mQ
+    (rows, d, heads, batch), (row, column, head, entry) = mQ.shape, mQ.stride
+    layout = cute.make_layout(
+        ((group, rows), d, heads // group, batch), stride=((head, row), column, head * group, entry)
+    )
+    return cute.make_tensor(mQ.iterator, layout)
+
+
+class BackwardKernel(MainKernel):
+    """The backward kernel of one configuration. Subclasses have products, TMA tiles and the device side, ``kernel``."""
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c = self.config
+        mdK, mdV = (rows_first(x, c.features.packed) for x in (a.mdK, a.mdV))
+        self.Storage = self.memory.struct()
+        mmas, tma = self.mmas(), self.tma(a, mdK, mdV)
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        kernel = self.kernel(mmas, tma, mdK, mdV, a, ws, scales)
+        self.launch(kernel, num_key_tiles(c, a), a.numbers.num_sms, stream, c.ctas_an_sm)
+
+    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Any:
+        """TMA tiles of the tensors that the kernel loads and stores."""
+        raise NotImplementedError

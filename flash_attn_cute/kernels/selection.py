@@ -1,0 +1,16 @@
+"""Sizes of a pass in which each query selects key blocks, for kernels and backends. Needs no cutlass."""
+
+from typing import Any
+
+BLOCKS = (64, 128)  # keys of a block
+HEAD_DIMS = (64, 128)  # columns of tiles; TMA fills those that a call lacks with zeros
+TILE_ROWS = 64  # of a tile: heads of some queries
+ITEM_FIELDS = 4  # Int32 that describe an item: ``sm90.selection_transfers.Item``
+
+
+def workspace_parts(config: Any, units: Any, picks: Any) -> dict[str, tuple[Any, ...]]:
+    """Parts of the workspace, of numbers of 4 bytes, for units of so many picks: partial results.
+
+    Out is of the operands' dtype, two numbers in 4 bytes; lse is in base 2.
+    """
+    return {"mOut": (units, picks, config.group * config.tile_dv // 2), "mLSE": (units, picks, config.group)}

@@ -1,0 +1,305 @@
+"""Attention forward on Hopper where each query selects key blocks: key-outer, and merged by lse.
+
+``selection_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. ``python -m flash_attn_cute.kernels describe sm90 selection --d 128`` prints it for a configuration.
+
+A pick is a query and one block that it selects. A CTA has an item: some of the picks of one block, of the heads of one
+group. K and V of the block are loaded once and stay. Picks come in tiles of 64 rows: a pick is as many rows as heads
+select together, and these follow each other in memory, so that TMA brings them without a gather. (Loops in this order
+are also those of FlashMoBA and of the kernels of MSA, arXiv 2606.13392.)
+
+A tile's softmax is over one block. Partial results of each pick, out and lse over its block alone, go to the workspace,
+and a kernel behind this one merges those of a query in the order of its blocks (``common.selection_merge``). Each is
+written once, and rows of a tile do not depend on each other: results have the same bits in every run, whatever the
+items are.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from flash_attn_cute.kernels.arguments import SelectionArguments
+from flash_attn_cute.kernels.common.assembly import set_registers
+from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden, visible_columns
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
+from flash_attn_cute.kernels.common.storage import SharedMemory
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, workspace_parts
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
+from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
+from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, Item, SelectionTransfers, Shared
+from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
+
+_BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
+_LANES = 32
+
+
+class SelectionSm90:
+    """The forward kernels of a selection, of one configuration."""
+
+    def __init__(self, config: SelectionConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.schedule = selection_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        self.transfers = SelectionTransfers(config)
+        self.merge = SelectionMerge(config)
+
+    @cute.jit
+    def __call__(self, arguments: SelectionArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel, a CTA an item, and the one that merges."""
+        c, a, n = self.config, arguments, arguments.numbers
+        self.Storage = self.memory.struct()
+        mQ, mK, mV = (rows_first(x, c.features.packed) for x in (a.mQ, a.mK, a.mV))
+        mQ = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 1, 0, 3]))  # heads first
+        picks = n.num_rows * n.top
+        parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
+        mOut = self._heads_first(parts["mOut"])
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        box = self._box()
+        tma = ForwardTiles(  # those of Q and O are of a group's heads, of one row, by some columns
+            Q=make_row_tiles(load, mQ, box, (c.group, COLUMNS), ragged=False),
+            K=self.memory.row_tiles(load, "sK", mK, c.features.packed),
+            V=self.memory.row_tiles(load, "sV", mV, c.features.packed),
+            O=make_row_tiles(store, mOut, box, (c.group, COLUMNS), ragged=False),
+        )
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        mma_S = tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared)
+        mma_O = tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers)
+        scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
+        num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
+        self.kernel(mma_S, mma_O, tma, parts["mLSE"], a, num_items, scales).launch(
+            grid=[num_items * n.num_units, 1, 1],
+            block=[self.schedule.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+        self.merge(a, parts, stream)
+
+    def _heads_first(self, mOut: cute.Tensor) -> cute.Tensor:
+        """Partial out (units, picks, numbers of 4 bytes) as (heads of a group, d_v, pick, unit)."""
+        c, (units, picks, _), (unit, pick, _) = self.config, mOut.shape, mOut.stride
+        layout = cute.make_layout((c.group, c.tile_dv, picks, units), stride=(c.tile_dv, 1, pick * 2, unit * 2))
+        pointer = cute.make_ptr(self.dtype, mOut.iterator.toint(), cute.AddressSpace.gmem, assumed_align=128)
+        return cute.make_tensor(pointer, layout)
+
+    def _box(self) -> cute.ComposedLayout:
+        """Layout of a group's heads by ``COLUMNS`` columns within a swizzled tile."""
+        whole = swizzled(self.dtype, COLUMNS, (TILE_ROWS, COLUMNS))
+        rows = cute.make_layout((self.config.group, COLUMNS), stride=(COLUMNS, 1))
+        return cute.make_composed_layout(whole.inner, 0, rows)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        tma: ForwardTiles,
+        mLSE: cute.Tensor,
+        a: SelectionArguments,
+        num_items: Int32,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared memory, then splits into roles."""
+        schedule, memory = self.schedule, self.memory
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index, _, _ = cute.arch.block_idx()
+        unit_idx, number = index // num_items, index % num_items
+        if warp_idx == 0:
+            prefetch_descriptors(tma)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                memory.init(storage)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        shared = Shared(
+            **memory.tensors(storage, "entries", "sK", "sV", "sQ", "sO"),
+            k_ring=memory.ring(storage, "k"),
+            v_ring=memory.ring(storage, "v"),
+            first_q_ring=memory.ring(storage, "q0"),
+        )
+        unit = SelectedUnit.of(self.config, a, unit_idx)
+        item = Item.of(a, unit, number, num_items)
+        if warp_idx < 4:
+            set_registers(schedule.role("producer").registers, schedule.threads)
+            if item.start < item.stop:
+                if warp_idx == 0:
+                    self.transfers.load_block(a, unit, item, tma, shared)
+                if warp_idx < self.config.num_mma_warpgroups:
+                    self.transfers.load_queries(a, unit, item, tma, shared, warp_idx)
+        else:
+            set_registers(schedule.role("mma").registers, schedule.threads)
+            if item.start < item.stop:
+                self.mma(a, unit_idx, item, mma_S, mma_O, tma.O, shared, mLSE, scales)
+
+    @cute.jit
+    def mma(
+        self,
+        a: SelectionArguments,
+        unit_idx: Int32,
+        item: cutlass.Constexpr,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        tO: RowTiles,
+        shared: Shared,
+        mLSE: cute.Tensor,
+        scales: ScoreScales,
+    ) -> None:
+        """An mma warpgroup: every so many tiles of the item, from S to partial results."""
+        c = self.config
+        work = self._work(a, unit_idx, item, mma_S, mma_O, tO, shared, mLSE, scales)
+        shared.k_ring.wait_full(Int32(0))  # from warp 0
+        step, tiles = Int32(0), c.num_mma_warpgroups * c.picks_a_tile
+        for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
+            self._tile(work, cutlass.min(item.stop - first, c.picks_a_tile), step)
+            step += 1
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    def _work(
+        self,
+        a: SelectionArguments,
+        unit_idx: Int32,
+        item: Item,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        tO: RowTiles,
+        shared: Shared,
+        mLSE: cute.Tensor,
+        scales: ScoreScales,
+    ) -> "_Work":
+        """Operands and accumulators of this mma warpgroup."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
+        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
+        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((TILE_ROWS, c.tile_n)), Float32)
+        acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((TILE_ROWS, c.tile_dv)), Float32)
+        return _Work(
+            arguments=a,
+            unit_idx=unit_idx,
+            item=item,
+            warpgroup=w,
+            thread=thread,
+            mma_S=mma_S,
+            mma_O=mma_O,
+            tSrQ=mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, None, w])),
+            tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
+            tOrV=mma_O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
+            acc_S=acc_S,
+            acc_O=acc_O,
+            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            cS=slice_S.partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
+            softmax=OnlineSoftmax(2, scales.log2, is_natural=False),
+            scales=scales,
+            shared=shared,
+            tO=tO,
+            mLSE=mLSE,
+        )
+
+    @cute.jit
+    def _tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
+        """A tile of so many picks, which fewer than a whole one's have copies of the last behind them."""
+        c, shared, thread, acc_S, acc_O = self.config, work.shared, work.thread, work.acc_S, work.acc_O
+        ring = shared.q_ring(work.warpgroup)
+        ring.wait_full(step)  # from the warpgroup's producer warp: Q and entries
+        stage = ring.stage(step)
+        gemm(work.mma_S, acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
+        entries = shared.entries[None, stage, work.warpgroup]
+        rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
+        picks = [entries[row // c.group] for row in rows]
+        stored = [entries[(i + thread) % c.picks_a_tile] for i in range(0, c.picks_a_tile, _LANES)]
+        visible = self._visible(work, picks)
+        warpgroup.wait_group(0)
+        ring.release(step)  # to the producer warp
+        if const_expr(c.features.softcap):
+            cap(acc_S, work.scales.tanh)
+        mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(work.scales.log2))
+        work.softmax.reset()
+        work.softmax.step(acc_S, work.rP, acc_O, True)
+        shared.v_ring.wait_full(Int32(0))  # from warp 0
+        gemm(work.mma_O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
+        warpgroup.wait_group(0)
+        lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.mLSE, work.unit_idx
+        work.softmax.finish(acc_O, lse, None)
+        for r in cutlass.range_constexpr(2):
+            if thread % 4 == 0 and rows[r] // c.group < num_picks:
+                mLSE[unit_idx, picks[r], rows[r] % c.group] = lse[r] * LOG2_E
+        self._store(work, stored, num_picks)
+
+    @cute.jit
+    def _visible(self, work: "_Work", picks: cutlass.Constexpr) -> cute.Tensor:
+        """Keys that the queries of this thread's rows attend to, as (first and behind the last, row)."""
+        f, n, q, k = self.config.features, work.arguments.numbers, work.item.q, work.item.k
+        window, edges = Window.of(f, work.arguments, q.length, k.length), Edges(left=f.left, right=True)
+        found = cute.make_rmem_tensor((2, len(picks)), Int32)
+        for r in cutlass.range_constexpr(len(picks)):
+            row = n.first_row + picks[r] // n.top - q.start
+            found[0, r], found[1, r] = visible_columns(row, Int32(0), k.length, window, edges)
+        return found
+
+    @cute.jit
+    def _store(self, work: "_Work", entries: cutlass.Constexpr, num_picks: Int32) -> None:
+        """Stores the partial out of a tile's picks, through shared memory and TMA.
+
+        ``entries`` are those of the picks of each lane's number, and of that number plus 32, if there are so many.
+        """
+        c, tO, sO = self.config, work.tO, work.shared.sO[None, None, work.warpgroup]
+        rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
+        convert(work.acc_O, rO)
+        stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+        together = {"barrier_id": _BARRIER_EPILOGUE + work.warpgroup, "number_of_threads": 128}
+        if stores:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(**together)  # the last tile's O has left shared memory
+        write(rO, work.mma_O, sO, work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(**together)
+        if stores:
+            for i in cutlass.range_constexpr(len(entries)):
+                for p in cutlass.range(cutlass.min(num_picks - i * _LANES, _LANES), unroll=1):
+                    pick = cute.arch.shuffle_sync(entries[i], p)
+                    for column in cutlass.range_constexpr(c.tile_dv // COLUMNS):
+                        gX = tO.at(Int32(0), c.group, pick, work.unit_idx, column)
+                        tO.store(cute.local_tile(sO, (c.group, COLUMNS), (i * _LANES + p, column)), gX)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An mma warpgroup's operands, accumulators and state, and where results go."""
+
+    arguments: SelectionArguments
+    unit_idx: Int32  # of the launch
+    item: Item
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup
+    mma_S: cute.TiledMma
+    mma_O: cute.TiledMma
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K)
+    tOrV: cute.Tensor  # (MMA, 1, MMA_K)
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    rP: cute.Tensor  # acc_S rounded, laid out alike
+    cS: cute.Tensor  # coordinates of acc_S
+    softmax: OnlineSoftmax
+    scales: ScoreScales
+    shared: Shared
+    tO: RowTiles
+    mLSE: cute.Tensor  # (unit, pick, head of the group), in base 2

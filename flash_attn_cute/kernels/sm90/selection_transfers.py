@@ -1,0 +1,116 @@
+"""Producer warps of the forward kernel of selections: K and V of an item's block, Q of its picks (``selection``)."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.arguments import SelectionArguments
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.tma import ForwardTiles
+from flash_attn_cute.kernels.selection import ITEM_FIELDS
+from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
+
+COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
+_LANES = 32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it: ``selection_schedule`` describes all of it."""
+
+    entries: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sQ: cute.Tensor
+    sO: cute.Tensor
+    k_ring: Ring
+    v_ring: Ring
+    first_q_ring: Ring  # the first warpgroup's, which the others' follow
+
+    def q_ring(self, warpgroup: Int32) -> Ring:
+        """Ring of a warpgroup's tiles."""
+        first = self.first_q_ring
+        return Ring(first.barriers + 2 * first.stages * warpgroup, first.stages, first.num_bytes)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Work of a CTA: entries ``start .. stop`` of its set, whose queries select one block of keys; perhaps none."""
+
+    start: Int32
+    stop: Int32
+    first_key: Int32  # of the block, in its sequence
+    q: SeqRows
+    k: SeqRows
+
+    @staticmethod
+    @cute.jit
+    def of(a: SelectionArguments, unit: cutlass.Constexpr, number: Int32, num_items: Int32) -> "Item":
+        """Reads an item of a unit's set."""
+        fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
+        cute.autovec_copy(cute.local_tile(a.mItems, (ITEM_FIELDS,), (unit.set * num_items + number,)), fields)
+        q, k = (rows_of(x, offsets, None, fields[2]) for x, offsets in ((a.mQ, a.mCuSeqlensQ), (a.mK, a.mCuSeqlensK)))
+        return Item(fields[0], fields[1], fields[3], q, k)
+
+
+class SelectionTransfers:
+    """Loads of the producer warps."""
+
+    def __init__(self, config: SelectionConfig):
+        self.config = config
+
+    @cute.jit
+    def load_block(
+        self, a: SelectionArguments, unit: cutlass.Constexpr, item: cutlass.Constexpr, tma: ForwardTiles, shared: Shared
+    ) -> None:
+        """Warp 0: loads K and V of the item's block; rows behind the sequence's end arrive as zeros."""
+        head = unit.number * self.config.group // (a.mQ.shape[-2] // a.mK.shape[-2])
+        batch = Int32(0) if const_expr(self.config.features.packed) else unit.batch
+        start = item.k.start + item.first_key
+        stop = cutlass.min(start + self.config.tile_n, item.k.start + item.k.length)
+        for ring, tX, sX in ((shared.k_ring, tma.K, shared.sK), (shared.v_ring, tma.V, shared.sV)):
+            with cute.arch.elect_one():
+                ring.announce(Int32(0))
+            tX.load(tX.at(start, stop, head, batch), sX, ring.full(Int32(0)))
+
+    @cute.jit
+    def load_queries(
+        self,
+        a: SelectionArguments,
+        unit: cutlass.Constexpr,
+        item: cutlass.Constexpr,
+        tma: ForwardTiles,
+        shared: Shared,
+        warpgroup: Int32,
+    ) -> None:
+        """Loads Q of a warpgroup's tiles, each pick's from where it is.
+
+        A last tile that lacks picks has the last one in their place.
+        """
+        c, top, lane = self.config, a.numbers.top, cute.arch.lane_idx()
+        batch = Int32(0) if const_expr(c.features.packed) else unit.batch
+        ring, picks, first_head = shared.q_ring(warpgroup), c.picks_a_tile, unit.number * c.group
+        entries = cute.domain_offset((Int64(unit.set) * (a.numbers.num_rows * top),), a.mEntries)
+        step = Int32(0)
+        for first in cutlass.range(item.start + warpgroup * picks, item.stop, c.num_mma_warpgroups * picks, unroll=1):
+            own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, _LANES)]
+            rows = [a.numbers.first_row + entry // top for entry in own]
+            ring.wait_empty(step)  # from the warpgroup: the tile that had this stage before is done
+            stage = ring.stage(step)
+            for i in cutlass.range_constexpr(len(own)):
+                if i * _LANES + lane < picks:
+                    shared.entries[i * _LANES + lane, stage, warpgroup] = own[i]
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                ring.announce(step)
+            sQ = shared.sQ[None, None, stage, warpgroup]
+            for i in cutlass.range_constexpr(len(own)):
+                for p in cutlass.range(min(picks, _LANES), unroll=4):
+                    row = cute.arch.shuffle_sync(rows[i], p)
+                    for column in cutlass.range_constexpr(c.tile_d // COLUMNS):
+                        sX = cute.local_tile(sQ, (c.group, COLUMNS), (i * _LANES + p, column))
+                        tma.Q.load(tma.Q.at(first_head, first_head + c.group, row, batch, column), sX, ring.full(step))
+            step += 1

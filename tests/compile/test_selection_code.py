@@ -1,0 +1,36 @@
+"""Machine code of the Hopper kernels for selections, on any machine: no spills, unserialised products, TMA."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
+from flash_attn_cute.kernels.sm90.selection_config import selection_config
+from tests.lib.compiled import machine_code
+from tests.lib.tiers import tiered
+
+_EVERYTHING = dict.fromkeys(("packed", "left", "right", "softcap", "sink"), True)
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"d{d}-block{block}": {"d": d, "block": block, "right": True} for d in HEAD_DIMS for block in BLOCKS},
+    **{f"group{group}": {"group": group, "right": True} for group in (1, 4, 64)},
+    **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in BLOCKS},
+    "d64-dv128": {"d": 64, "d_v": 128},
+}
+
+
+@pytest.mark.parametrize("options", tiered(CONFIGS, "d128-block64", values=True))
+def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
+    dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
+    chosen = selection_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
+    code = machine_code(chosen, tmp_path)
+    (sass,), (merging,) = code["Selection"], code["SelectionMerge"]
+    assert len(re.findall(r"\bHGMMA\b", sass)) == chosen.tile_d // 16 + chosen.tile_n // 16
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4  # a fence and a wait for each of two products
+    assert "UTMALDG" in sass
+    assert "UTMASTG" in sass
+    for instruction in ("LDG", "STG"):
+        assert re.search(rf"\b{instruction}\.E\.128", merging)

@@ -1,0 +1,1 @@
+"""Hopper kernels without such a GPU: their PTX interpreted."""

@@ -1,0 +1,93 @@
+"""Hopper's forward kernels for selections, executed on the CPU by the interpreter of PTX."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute.backends.cute import selection
+from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.interpreted.selection import check, results_of
+from tests.lib.masks import random_selection, with_selection
+from tests.lib.oracle import Call
+from tests.lib.tiers import tiered
+
+# Lengths of queries and of keys, the size and number of selected blocks, heads, and others of ``random_call``. Blocks
+# are selected by no query, several times, out of range, or by queries that see none of their keys.
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"q": [70], "k": [130], "nheads": 4, "causal": True},
+    "group-of-16": {"q": [40], "k": [200], "nheads": 16, "head_dim": 128, "causal": True, "top": 3},
+    "one-head": {"q": [130], "k": [100], "nheads": 1, "dtype": torch.float16},
+    "blocks-of-128": {"q": [30, 30], "k": [150, 150], "nheads": 4, "nheads_k": 2, "head_dim": 72, "head_dim_v": 128,
+                      "block": 128},
+    "packed": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "head_dim": 128, "packed": True,
+               "causal": True, "sink": True, "softcap": 3.0},
+    "packed-window": {"q": [20, 17, 31], "k": [70, 0, 129], "nheads": 6, "nheads_k": 2, "packed": True,
+                      "window_size": (40, 10), "top": 4},
+    "many-tiles": {"q": [100], "k": [60], "nheads": 16},
+    "no-keys": {"q": [9, 3], "k": [0, 0], "packed": True, "sink": True},
+}  # fmt: skip
+
+
+def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
+    given: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+        "nheads": 2,
+        "nheads_k": 1,
+        "packed": False,
+    } | options
+    lengths, block, top = (given.pop("q"), given.pop("k")), given.pop("block", 64), given.pop("top", 2)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    return random_selection(random_call(*lengths, **given), rng, block, top), rng
+
+
+@pytest.mark.parametrize("options", tiered(CASES, "causal", "many-tiles", values=True))
+def test_forward(options: dict[str, Any]) -> None:
+    for seed in range(1 if options.get("head_dim", 64) > 64 else 2):
+        check(*drawn(options, seed))
+
+
+@pytest.mark.parametrize("late", ["loads", pytest.param("stores", marks=pytest.mark.slow), "warpgroups"])
+def test_late_engines(late: str) -> None:
+    """Nothing is read before it has come, or overwritten before it has been read."""
+    call, rng = drawn(CASES["many-tiles"], 0)
+    check(call, rng, lagging=frozenset({late}))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 7])
+def test_launches_for_some_rows_and_heads(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out and lse have the same bits however a call is cut: into launches, and into items."""
+    call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "causal": True}, 0)
+    whole = results_of(call, rng)
+    monkeypatch.setattr(selection, "_WORKSPACE", 20_000 if rows is None else 600 * 2 * rows)
+    monkeypatch.setattr(selection, "_FEWEST_TILES", 1)
+    parts = check(call, rng)
+    assert bitwise_equal(whole.out, parts.out)
+    assert bitwise_equal(whole.lse, parts.lse)
+
+
+def test_rows_that_reach_nothing() -> None:
+    """Queries that select nothing visible, and keys of blocks that no query selects or sees, may hold NaN."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    call = random_call([70], [320], window_size=(80, 0), **given)  # from 170 and up to 319
+    indices = torch.randint(3, 5, (1, 2, 70, 2))
+    indices[:, :, 5], indices[:, :, 6] = -1, torch.tensor([0, 9])  # selects nothing, and what the window hides
+    indices[:, :, 20, 0] = 1  # which it hides, too
+    call = with_selection(call, indices, 64)
+    results = []
+    for fill in (0.0, torch.nan):
+        with torch.no_grad():
+            call.q[:, 5:7] = fill
+            call.k[:, :192] = fill  # blocks 0, 1 and 2
+            call.v[:, :192] = fill
+        results.append(results_of(call, random.Random(0)))
+    zeros, poisoned = results
+    assert bitwise_equal(zeros.out, poisoned.out)
+    assert bitwise_equal(zeros.lse, poisoned.lse)
+    assert (poisoned.out[:, 5:7] == 0).all()
+    assert poisoned.lse[..., 5:7].isneginf().all()
+    assert poisoned.lse[..., 20].isfinite().all()

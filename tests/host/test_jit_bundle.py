@@ -1,0 +1,123 @@
+"""Bundles of compiled kernels: whole or refused, and used ahead of the folder."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flash_attn_cute.jit import __main__ as command
+from flash_attn_cute.jit import bundle, cache, key
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm100 import config as sm100
+from tests.conftest import NAME
+from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, Warm, outcome, start
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+
+@pytest.fixture
+def bundled(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with the kernel of ``CONFIG``, named by the setting; memory and the folder have it no longer."""
+    path = made_bundle(tmp_path, monkeypatch)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", str(path))
+    shutil.rmtree(tmp_path / "kernels")
+    assert compiler.calls == 1
+    return path
+
+
+def made_bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache.kernel(CONFIG)
+    monkeypatch.setattr(cache, "_kernels", {})
+    assert command.main(["bundle", str(folder / "bundles")]) == 0
+    (path,) = (folder / "bundles").iterdir()
+    return path
+
+
+def test_kernels_come_from_the_bundle(bundled: Path, compiler: Compiler, tmp_path: Path) -> None:
+    """By anybody, as its name says what is in it: neither owner nor mode matter."""
+    bundled.chmod(0o666)
+    assert callable(cache.kernel(CONFIG))
+    assert compiler.calls == 1
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.slow
+def test_processes_with_a_bundle_do_not_compile(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do they need a folder."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    assert command.main(["bundle", str(tmp_path)]) == 0
+    path = capsys.readouterr().out.strip()
+    processes = [start(PROCESS, tmp_path / "kernels", FLASH_ATTN_CUTE_BUNDLE=path) for _ in range(3)]
+    outcomes = [outcome(process) for process in processes]
+    assert [each.compiles for each in outcomes] == [0, 0, 0]
+    assert {each.signature for each in outcomes} == {warm.outcomes[0].signature}
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_bundle_serves_the_architectures_that_it_was_made_for(bundled: Path, compiler: Compiler) -> None:
+    with pytest.warns(cache.NotBundledWarning, match=r"has no kernel of ForwardConfig\(.*target='sm_100a'"):
+        cache.kernel(sm100.forward_config("bfloat16", 64, 64, Features()))
+    assert compiler.calls == 2
+
+
+def test_the_same_kernels_give_the_same_bundle(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = bundled.read_bytes()
+    bundled.unlink()
+    monkeypatch.delenv("FLASH_ATTN_CUTE_BUNDLE")
+    capsys.readouterr()
+    assert made_bundle(tmp_path, monkeypatch) == bundled
+    assert bundled.read_bytes() == content
+    assert capsys.readouterr().out == f"{bundled}\n"
+
+
+@pytest.mark.parametrize("place", ["index", "code", "end"])
+def test_damaged_bundles_raise(place: str, bundled: Path, compiler: Compiler) -> None:
+    content = bytearray(bundled.read_bytes())
+    if place == "end":
+        del content[-1]
+    else:
+        content[10 if place == "index" else content.index(b"\n") + 10] ^= 1
+    bundled.write_bytes(content)
+    with pytest.raises(bundle.DamagedBundleError, match=f"FLASH_ATTN_CUTE_BUNDLE: {bundled}.*Copy the bundle again"):
+        cache.kernel(CONFIG)
+    assert compiler.calls == 1
+
+
+def test_a_bundle_by_another_name_is_refused(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = bundled.rename(bundled.with_name(f"{'0' * 64}.bundle"))
+    monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", str(renamed))
+    with pytest.raises(bundle.DamagedBundleError, match="another digest than its name says"):
+        cache.kernel(CONFIG)
+
+
+def test_what_a_bundle_lacks_is_compiled(bundled: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key, "_SOURCES", "another")
+    monkeypatch.setattr(key, "_hash_sources", lambda: "another")
+    with pytest.warns(cache.NotBundledWarning, match="'sources': 'another'"):
+        cache.kernel(CONFIG)
+    assert compiler.calls == 2
+    monkeypatch.setattr(cache, "_kernels", {})
+    with pytest.warns(cache.NotBundledWarning):
+        cache.kernel(CONFIG)
+    assert compiler.calls == 2  # the folder has it
+
+
+def test_only_kernels_that_can_be_used_are_bundled(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.kernel(CONFIG)
+    (tmp_path / "kernels" / f"{NAME}.kernel").write_text("damaged")
+    monkeypatch.setattr(key, "_SOURCES", "another")
+    assert command.main(["bundle", str(tmp_path / "bundles")]) == 1
+    assert "no kernels that this installation can use: python -m flash_attn_cute.jit warm" in capsys.readouterr().err
+    assert not (tmp_path / "bundles").exists()
+
+
+def test_a_bundle_is_an_absolute_path(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", "here")
+    with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_BUNDLE: expected an absolute path, got 'here'"):
+        cache.kernel(CONFIG)

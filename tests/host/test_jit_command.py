@@ -1,0 +1,188 @@
+"""The command ``python -m flash_attn_cute.jit``: what it lists, clears and warms."""
+
+import dataclasses
+import itertools
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_attn_cute.jit import __main__ as command
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
+from tests.conftest import NAME
+from tests.lib.kernel_processes import CONFIG, Compiler, Warm
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+
+def test_list(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["list"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/kernels: 0 kernels, 0.0 MB\n"
+    assert not (tmp_path / "kernels").exists()
+
+    cache.kernel(CONFIG)
+    (tmp_path / "kernels" / f"{NAME}.kernel").write_text("damaged")
+    (tmp_path / "kernels" / "notes.txt").write_text("not an entry")
+    assert command.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 kernels" in lines[0]
+    assert len(lines) == 3
+    for part in ("sm90.config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "DSL 4.8", "CUDA 1"):
+        assert part in lines[1]
+    assert "packed" not in lines[1]
+    assert time.strftime("%Y-%m-%d") in lines[1]
+    assert "unusable" in lines[2]
+
+
+def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other files stay: the variable may name a home directory."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    ours = [f"{NAME}.kernel", f"{NAME}.lock", f"{NAME}.{'0' * 16}.tmp"]
+    others = ["notes.txt", "short.kernel", f"{NAME}.kernel.bak", f"x{NAME}.kernel", f"{NAME}.tmp"]
+    for name in ours + others:
+        (folder / name).touch()
+    assert command.main(["clear"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(others)
+    assert capsys.readouterr().out == f"{folder}: 1 kernels removed\n"
+    shutil.rmtree(folder)
+    assert command.main(["clear"]) == 0
+    assert capsys.readouterr().out == f"{folder}: 0 kernels removed\n"
+
+
+def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    arguments = ["warm", "--head-dims", "64", "40", "--masks", "full", "--layouts", "dense", "--jobs", "1"]
+    assert command.main([*arguments, "--passes", "forward"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("was there")
+    assert "ForwardConfig" in line
+    assert "tile_d=64" in line
+
+
+def test_a_pass_in_one_line() -> None:
+    lines = [
+        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, Features(dlse=x, deterministic=True))))
+        for x in (False, True)
+    ]
+    assert lines[1] == lines[0].replace(" deterministic", " dlse deterministic") != lines[0]
+    assert lines[0].startswith("dtype=bfloat16 tile_d=64")
+
+
+@pytest.mark.slow
+def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where calls would go on with a warning, there is nothing left to do."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "file"))
+    assert command.main(["warm", "--head-dims", "64", "--masks", "full", "--layouts", "dense"]) == 1
+    assert "not kept on disk" in capsys.readouterr().err
+
+
+def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
+    """They hold its output open as long as they live."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import time
+from flash_attn_cute.jit import cache, warm
+
+def kernel(config):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+cache.kernel = kernel
+if __name__ == "__main__":
+    list(warm.warm([None], 1))
+"""
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as warming:
+        assert warming.stdout is not None
+        assert warming.stdout.readline() == "compiling\n"
+        warming.send_signal(signal.SIGKILL)
+        assert warming.communicate(timeout=20)[0] == ""
+
+
+def test_what_is_warmed() -> None:
+    def configs(*arguments: str) -> list[Any]:
+        return command.configurations(command.parser().parse_args(["warm", *arguments]))
+
+    common: list[tuple[int, int, Features]] = [
+        (d, d, Features(packed=packed, right=causal))
+        for d in (64, 128)
+        for packed in (False, True)
+        for causal in (False, True)
+    ]
+    keys = (1, 2048, 1 << 20)  # kernels of short, of other and of long sequences
+    backward = {backward_config("bfloat16", *options, keys=number) for options in common for number in keys}
+    assert set(configs()) == {*(forward_config("bfloat16", *options) for options in common), *backward}
+    assert set(configs("--passes", "backward")) == backward
+    dense = ("--masks", "full", "--layouts", "dense")
+    wide = ("--head-dims", "256", *dense, "--passes", "backward")
+    assert configs(*wide) == [backward_config("bfloat16", 256, 256, Features())]
+    assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
+    one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
+    window = Features(left=True, right=True)
+    assert configs("--head-dims", "192:128", *one) == [forward_config("float16", 192, 128, window)]
+    features = dataclasses.replace(window, packed=True, seqused_q=True, sink=True, zero_padding=False)
+    assert configs("--head-dims", "8", "--features", "seqused_q", "sink", "no_zero_padding", *one) == [
+        forward_config("float16", 8, 8, features)
+    ]
+    of_one_pass = configs("--head-dims", "64", *dense, "--features", "sink", "dlse", "grouped", "deterministic")
+    assert of_one_pass == [
+        forward_config("bfloat16", 64, 64, Features(sink=True)),
+        backward_config("bfloat16", 64, 64, Features(dlse=True, grouped=True, deterministic=True)),
+    ]
+    for low, deterministic in itertools.product((False, True), repeat=2):
+        features = Features(block_mask=True, deterministic=deterministic or low)
+        wanted = backward_config("bfloat16", 128, 128, features, low_contention=low)
+        assert wanted in configs(*dense, "--features", "block_mask", *(["deterministic"] if deterministic else []))
+    everything = configs(
+        *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),
+        *("--dtypes", "bfloat16", "float16", "--masks", *command.MASKS),
+    )
+    assert len(everything) == len(HEAD_DIMS) * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--head-dims", value) for value in ("0", "12", "264", "64:", "64:64:64", "d")),
+        *(("--groups", value) for value in ("0", "3", "128", "x")),
+        ("--jobs", "0"),
+        ("--masks", "round"),
+    ],
+)
+def test_wrong_options(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.parser().parse_args(["warm", option, value])
+    assert stopped.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["list", "warm", "clear"])
+@pytest.mark.parametrize(("value", "complaint"), [("0", "while it is 0"), ("here", "an absolute path")])
+def test_commands_need_a_folder(
+    name: str, value: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", value)
+    assert command.main([name]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_commands_refuse_unsafe_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    folder.chmod(0o777)
+    for name in ("list", "clear"):
+        assert command.main([name]) == 1
+        assert "can be written by others" in capsys.readouterr().err
+    assert (folder / f"{NAME}.kernel").exists()

@@ -1,0 +1,148 @@
+"""Hopper's forward kernels for key blocks that each query selects, on a GPU, against the oracle."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.backends.cute import CuteBackend, selection
+from flash_attn_cute.calls import dispatch
+from tests.lib import checks
+from tests.lib.checks import (
+    assert_forward_close,
+    bitwise_equal,
+    differing,
+    hopper_alone,
+    random_call,
+    run,
+    synchronisations,
+)
+from tests.lib.masks import random_selection, with_selection
+from tests.lib.oracle import Call
+
+pytestmark = hopper_alone("no other architecture has kernels for selections")
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 500, 1000)
+
+
+@torch.no_grad()
+def results(call: Call) -> dict[str, Tensor]:
+    return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
+
+
+def check(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    nheads_k, group = rng.randint(1, 2), rng.choice([1, 2, 3, 4, 8, 16, 32])
+    packed, batch = rng.random() < 0.5, rng.randint(1, 3)
+    lengths = [(rng.choice(LENGTHS), rng.choice(LENGTHS)) for _ in range(batch)]
+    lengths = lengths if packed else lengths[:1] * batch
+    call = random_call(
+        *map(list, zip(*lengths, strict=True)),
+        nheads=nheads_k * group,
+        nheads_k=nheads_k,
+        head_dim=rng.choice([64, 128, 128, 72, 32]),
+        head_dim_v=rng.choice([None, None, 64, 128]),
+        dtype=rng.choice([torch.bfloat16, torch.float16]),
+        packed=packed,
+        causal=rng.random() < 0.5,
+        window_size=(rng.choice([None, None, 0, 90]), rng.choice([None, None, 3, 150])),
+        softcap=rng.choice([0.0, 0.0, 2.0]),
+        sink=rng.random() < 0.3,
+        device="cuda",
+    )
+    call = random_selection(call, rng, rng.choice([64, 128]), rng.choice([0, 1, 2, 5, 16]))
+    assert_forward_close(call, **results(call))
+
+
+def test_random_selections(fuzz_seconds: float) -> None:
+    first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
+    while time.monotonic() < start + 4 * fuzz_seconds or cases < 10:
+        try:
+            check(first + cases)
+        except Exception as error:
+            raise AssertionError(f"check({first + cases}) fails after {cases} others: {error}") from error
+        cases += 1
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "group-of-16": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 16},
+    "group-of-4": {"nheads": 16, "nheads_k": 4, "head_dim": 128, "top": 16},
+    "heads-alone": {"nheads": 4, "nheads_k": 4, "head_dim": 64, "top": 8},
+    "blocks-of-128": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 8, "block": 128},
+}
+
+
+def causal(options: dict[str, Any], rows: int) -> Call:
+    """A causal call whose queries select their own block, the first, and others before their own."""
+    given = dict(options)
+    top, block = given.pop("top"), given.pop("block", 64)
+    torch.manual_seed(0)
+    call = random_call([rows], dtype=torch.bfloat16, packed=False, causal=True, device="cuda", **given)
+    own = torch.arange(rows, device="cuda")[:, None] // block
+    indices = (torch.rand(1, given["nheads_k"], rows, top, device="cuda") * (own + 1)).int()
+    indices[..., 0], indices[..., 1] = 0, own[:, 0]
+    return with_selection(call, indices, block)
+
+
+@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
+def test_causal(options: dict[str, Any]) -> None:
+    call = causal(options, 2000)
+    assert_forward_close(call, **results(call))
+
+
+@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
+def test_the_same_bits_every_time(options: dict[str, Any], repetitions: int) -> None:
+    call = causal(options, 1500)
+    assert not differing(results(call), lambda: results(call), repetitions)
+
+
+def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, backend = causal(GROUPS["group-of-4"], 1000), dispatch.BACKENDS["sm90"]
+    whole = results(call)
+    assert isinstance(backend, CuteBackend)
+    monkeypatch.setattr(backend, "_prepare_selection", backend._plan_selection)  # anew in each call
+    for bound in (1 << 22, 1 << 20):
+        monkeypatch.setattr(selection, "_WORKSPACE", bound)
+        parts = results(call)
+        assert all(bitwise_equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_host_never_waits() -> None:
+    """Blocks are selected anew in a call, which graphs capture."""
+    q, k, v = (torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+    indices = torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        out: Tensor = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
+        return out
+
+    forward()
+    assert synchronisations(forward) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    for _ in range(2):
+        indices.random_(-1, 8)
+        graph.replay()
+        assert bitwise_equal(captured, forward())
+
+
+def test_compiled() -> None:
+    q, k, v = (torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+
+    @torch.no_grad()
+    def forward(indices: Tensor) -> Tensor:
+        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        out: Tensor = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
+        return out
+
+    compiled = torch.compile(forward, fullgraph=True)
+    for _ in range(2):
+        indices = torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+        assert bitwise_equal(compiled(indices), forward(indices))
