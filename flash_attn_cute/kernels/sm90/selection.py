@@ -24,12 +24,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.main_kernels import ForwardMmas, MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden, visible_columns
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, workspace_parts
@@ -45,14 +44,11 @@ _BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
 _LANES = 32
 
 
-class SelectionSm90:
+class SelectionSm90(MainKernel):
     """The forward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = selection_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        super().__init__(config, selection_schedule(config), swizzled)
         self.transfers = SelectionTransfers(config)
         self.merge = SelectionMerge(config)
 
@@ -74,19 +70,24 @@ class SelectionSm90:
             V=self.memory.row_tiles(load, "sV", mV, c.features.packed),
             O=make_row_tiles(store, mOut, box, (c.group, COLUMNS), ragged=False),
         )
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        mma_S = tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared)
-        mma_O = tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers)
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
-        self.kernel(mma_S, mma_O, tma, parts["mLSE"], a, num_items, scales).launch(
+        self.kernel(self.mmas(), tma, parts["mLSE"], a, num_items, scales).launch(
             grid=[num_items * n.num_units, 1, 1],
             block=[self.schedule.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
         self.merge(a, parts, stream)
+
+    def mmas(self) -> ForwardMmas:
+        """See ``MainKernel``."""
+        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        return ForwardMmas(
+            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared),
+            O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
+        )
 
     def _heads_first(self, mOut: cute.Tensor) -> cute.Tensor:
         """Partial out (units, picks, numbers of 4 bytes) as (heads of a group, d_v, pick, unit)."""
@@ -104,8 +105,7 @@ class SelectionSm90:
     @cute.kernel
     def kernel(
         self,
-        mma_S: cute.TiledMma,
-        mma_O: cute.TiledMma,
+        mmas: ForwardMmas,
         tma: ForwardTiles,
         mLSE: cute.Tensor,
         a: SelectionArguments,
@@ -143,7 +143,7 @@ class SelectionSm90:
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
-                self.mma(a, unit_idx, item, mma_S, mma_O, tma.O, shared, mLSE, scales)
+                self.mma(a, unit_idx, item, mmas, tma.O, shared, mLSE, scales)
 
     @cute.jit
     def mma(
@@ -151,8 +151,7 @@ class SelectionSm90:
         a: SelectionArguments,
         unit_idx: Int32,
         item: cutlass.Constexpr,
-        mma_S: cute.TiledMma,
-        mma_O: cute.TiledMma,
+        mmas: ForwardMmas,
         tO: RowTiles,
         shared: Shared,
         mLSE: cute.Tensor,
@@ -160,7 +159,7 @@ class SelectionSm90:
     ) -> None:
         """An mma warpgroup: every so many tiles of the item, from S to partial results."""
         c = self.config
-        work = self._work(a, unit_idx, item, mma_S, mma_O, tO, shared, mLSE, scales)
+        work = self._work(a, unit_idx, item, mmas, tO, shared, mLSE, scales)
         shared.k_ring.wait_full(Int32(0))  # from warp 0
         step, tiles = Int32(0), c.num_mma_warpgroups * c.picks_a_tile
         for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
@@ -174,8 +173,7 @@ class SelectionSm90:
         a: SelectionArguments,
         unit_idx: Int32,
         item: Item,
-        mma_S: cute.TiledMma,
-        mma_O: cute.TiledMma,
+        mmas: ForwardMmas,
         tO: RowTiles,
         shared: Shared,
         mLSE: cute.Tensor,
@@ -185,9 +183,9 @@ class SelectionSm90:
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
+        slice_S, slice_O = mmas.S.get_slice(thread), mmas.O.get_slice(thread)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
+        whole_S, whole_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((TILE_ROWS, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((TILE_ROWS, c.tile_dv)), Float32)
         return _Work(
@@ -196,11 +194,10 @@ class SelectionSm90:
             item=item,
             warpgroup=w,
             thread=thread,
-            mma_S=mma_S,
-            mma_O=mma_O,
-            tSrQ=mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, None, w])),
-            tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
-            tOrV=mma_O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
+            mmas=mmas,
+            tSrQ=mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, None, w])),
+            tSrK=mmas.S.make_fragment_B(whole_S.partition_B(shared.sK)),
+            tOrV=mmas.O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
             acc_S=acc_S,
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
@@ -219,7 +216,7 @@ class SelectionSm90:
         ring = shared.q_ring(work.warpgroup)
         ring.wait_full(step)  # from the warpgroup's producer warp: Q and entries
         stage = ring.stage(step)
-        gemm(work.mma_S, acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
+        gemm(work.mmas.S, acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
         entries = shared.entries[None, stage, work.warpgroup]
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [entries[row // c.group] for row in rows]
@@ -233,7 +230,7 @@ class SelectionSm90:
         work.softmax.reset()
         work.softmax.step(acc_S, work.rP, acc_O, True)
         shared.v_ring.wait_full(Int32(0))  # from warp 0
-        gemm(work.mma_O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
+        gemm(work.mmas.O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
         warpgroup.wait_group(0)
         lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.mLSE, work.unit_idx
         work.softmax.finish(acc_O, lse, None)
@@ -267,7 +264,7 @@ class SelectionSm90:
         if stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(**together)  # the last tile's O has left shared memory
-        write(rO, work.mma_O, sO, work.thread)
+        write(rO, work.mmas.O, sO, work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
         if stores:
@@ -289,8 +286,7 @@ class _Work:
     item: Item
     warpgroup: Int32
     thread: Int32  # of the warpgroup
-    mma_S: cute.TiledMma
-    mma_O: cute.TiledMma
+    mmas: ForwardMmas
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tSrK: cute.Tensor  # (MMA, 1, MMA_K)
     tOrV: cute.Tensor  # (MMA, 1, MMA_K)
