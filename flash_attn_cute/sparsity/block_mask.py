@@ -1,19 +1,18 @@
-"""``BlockMask``: which queries attend to which keys, as an expression, and as tables of blocks made of it once."""
+"""``BlockMask``: which queries attend to which keys. Its constructors, combinations, orders and conversions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.dq_order import launch_orders
-from flash_attn_cute.sparsity import column_tables, mask_arguments, row_tables
+from flash_attn_cute.sparsity import mask_arguments
 from flash_attn_cute.sparsity.bits import TILE
 from flash_attn_cute.sparsity.documents import Documents
 from flash_attn_cute.sparsity.indices import Indices
@@ -25,41 +24,20 @@ from flash_attn_cute.sparsity.nodes import (
     Dilation,
     Function,
     MaskMod,
-    Node,
     Or,
     Prefix,
 )
-from flash_attn_cute.sparsity.plain import Offsets, Plain
 from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.sparsity.selection import Selection
 from flash_attn_cute.sparsity.statistics import Statistics
+from flash_attn_cute.sparsity.tabled_mask import SELECTION, TabledMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 
-_UNBUILT = (
-    "block_mask: expected one that has been built, as that waits for the device, which torch.compile and CUDA graphs "
-    "cannot: call its build() before"
-)
-_UNBUILT_TABLES = (
-    "block_mask: expected one that has been built with its tables, which a window or documents need beside seqused, "
-    "packed sequences, or (documents) mask and bias: call its build(tables=True) before"
-)
-
-
-_SELECTION = "{}: expected a mask of blocks of queries, got key blocks selected per query (from_selection){}"
-
-
-class _Contention(NamedTuple):
-    """Knowledge about waits of a mask's tiles for their turns, see ``BlockMask.low_contention``."""
-
-    low_contention: bool
-    has_m_block_order: bool
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockMask:
+class BlockMask(TabledMask):
     """A mask that says which keys each query attends to, for attention that costs what its visible blocks cost.
 
     The constructors below make masks, and ``&`` and ``|`` combine them: ``BlockMask.window(8192, 8192, left=2047)
@@ -87,100 +65,9 @@ class BlockMask:
         seqlen_k: keys.
         device: of its tensors; None if it has none, and can be used anywhere.
         plain: equivalent arguments of a call, see ``sparsity.plain``; None if there are none.
+        low_contention: whether tiles of keys are known to wait little for their turns (``TabledMask.low_contention``).
+        has_m_block_order: whether they take query blocks in an order found for the mask; True before the search.
     """
-
-    _node: Node
-    seqlen_q: int
-    seqlen_k: int
-    _order: str | Tensor = "default"
-    _group: int = 1
-    # Tables and offsets made so far, by device. Tables without columns, and offsets, serve all orders.
-    _rows: kept.Store = field(default_factory=dict)
-    _tables: kept.Store = field(default_factory=dict)
-    _offsets: kept.Store = field(default_factory=dict)
-    plain: Plain | None = field(init=False)
-    _sources: kept.Sources | None = field(default=None, init=False)  # of its order
-    _contention: _Contention = field(init=False)  # from its constructor, then from a search, equal on every device
-
-    def __post_init__(self) -> None:
-        """Looks for equivalent arguments, and for what is known about waits."""
-        is_default = isinstance(self._order, str) and self._order == "default"
-        if isinstance(self._order, Tensor) and not torch.compiler.is_compiling():
-            if self._order.is_inference():  # calls that train save it for their backward passes
-                object.__setattr__(self, "_order", kept.copied(self._order))
-            object.__setattr__(self, "_sources", kept.Sources({"order": [self._order]}))
-        object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
-        is_regular = is_default and self._node.is_regular
-        object.__setattr__(self, "_contention", _Contention(is_regular, self._is_searched))
-
-    @property
-    def batch(self) -> int:
-        """Batch entries, or 1 if all have the same mask."""
-        return self._node.batch
-
-    @property
-    def heads(self) -> int:
-        """Query heads or key heads, or 1 if all have the same mask."""
-        return self._node.heads
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of its tensors; None if it has none, and can be used anywhere."""
-        return self._node.device
-
-    @property
-    def sizes(self) -> Sizes:
-        """Batch entries, heads, seqlen_q and seqlen_k."""
-        return Sizes(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
-
-    @property
-    def order_sets(self) -> tuple[int, int]:
-        """Batch entries and key heads that have launch orders of their own; 1 where all share one."""
-        if isinstance(self._order, Tensor):
-            return self._order.shape[0], self._order.shape[1]
-        return (1, 1) if self._order == "default" else (self.batch, self.heads // self._group)
-
-    @property
-    def low_contention(self) -> bool:
-        """Whether tiles of keys are known to wait little for their turns, so that dQ is ordered at no cost.
-
-        Masks whose queries attend to a few runs of keys that move on with them have low contention in the default
-        order. Constructors know that; for other masks the search of the order "auto" finds out.
-        """
-        return self._contention.low_contention
-
-    @property
-    def has_m_block_order(self) -> bool:
-        """Whether tiles of keys take query blocks in an order found for the mask; True before the search for one."""
-        return self._contention.has_m_block_order
-
-    @property
-    def half_blocks(self) -> bool:
-        """Whether it is made of blocks of 64: Hopper's forward kernel up to d = 128 then takes 64 x 64 scores each."""
-        return self._node.half_blocks
-
-    @property
-    def half_columns(self) -> bool:
-        """Whether it is made of blocks of 64 keys: Hopper's backward kernel up to d = 128 then has tiles of 64 keys."""
-        return self._node.half_columns
-
-    @property
-    def selection_block(self) -> int:
-        """Keys of a block that queries select (``from_selection``); 0 for all other masks."""
-        return self._node.block if isinstance(self._node, Selection) else 0
-
-    @property
-    def selection_shape(self) -> tuple[int, ...]:
-        """Shape of ``selected()``: (batch, heads, seqlen_q, top); of a mask of ``from_selection``."""
-        node = self._node
-        assert isinstance(node, Selection)
-        *sets, top = node.indices.shape
-        return (*sets, max(1, top))
-
-    @property
-    def _is_searched(self) -> bool:
-        """Whether a search finds its order, which waits for the device."""
-        return isinstance(self._order, str) and self._order in launch_orders.SEARCHED
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -498,7 +385,7 @@ class BlockMask:
 
     def _combined(self, kind: type[And | Or], sign: str, other: BlockMask) -> BlockMask:
         if self.selection_block or other.selection_block:
-            raise ValueError(_SELECTION.format(sign, ", which causal, window_size and seqused of the call restrict"))
+            raise ValueError(SELECTION.format(sign, ", which causal, window_size and seqused of the call restrict"))
         a, b = self.sizes, other.sizes
         broadcast = all(x == y or 1 in (x, y) for x, y in zip(a[:2], b[:2], strict=True))
         if a[2:] != b[2:] or not broadcast:
@@ -533,7 +420,7 @@ class BlockMask:
                 permutation. A tensor is read back from the device for that.
         """
         if self.selection_block:
-            raise ValueError(_SELECTION.format("order", ", whose tiles have one order"))
+            raise ValueError(SELECTION.format("order", ", whose tiles have one order"))
         if not mask_arguments.is_int(group):
             raise TypeError(f"group: expected an int, got {group!r}")
         if group < 1 or self.heads % group:
@@ -606,118 +493,6 @@ class BlockMask:
     def __reduce__(self) -> tuple[Any, ...]:
         """State for copies and pickles: sources alone, of which tables are made anew on the device of the copy."""
         return BlockMask, (self._node, self.seqlen_q, self.seqlen_k, self._order, self._group)
-
-    @property
-    def _does_without_tables(self) -> bool:
-        return self.plain is not None and (self.plain.documents is None or self.offsets is not None)
-
-    @property
-    def offsets(self) -> Offsets | None:
-        """Offsets of documents that follow each other, if the mask is equivalent to them; found once, and kept.
-
-        Raises:
-            RuntimeError: as ``tables`` does.
-        """
-        if self.plain is None or self.plain.documents is None:
-            return None
-        ids, device = self.plain.documents.ids_q, self.plain.documents.ids_q.device
-        found: kept.Kept[Offsets | None] | None = kept.found(self._offsets, device)
-        if found is not None:
-            return found.get()
-        if self._is_traced(device):
-            raise RuntimeError(_UNBUILT)
-
-        def find() -> Offsets | None:
-            self._node.use()
-            return Offsets.of(ids)
-
-        return kept.made(self._offsets, device, device, find)
-
-    def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
-        """The tables that backends read, made when first asked for, and kept.
-
-        Args:
-            device: of the call, which is the mask's if it has one.
-            backward: whether gradients are wanted.
-
-        Raises:
-            RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
-            ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``, which
-                has none.
-        """
-        there = self._tables.get(device)
-        if there is None and not backward:
-            there = self._rows.get(device)
-        if isinstance(there, kept.Kept):
-            tables: BlockTables = there.get()
-            return tables
-        if self.selection_block:
-            raise ValueError(_SELECTION.format("block_mask", ", which has no tables"))
-        return (self._traced if self._is_traced(device) else self._made)(device, backward)
-
-    def selected(self) -> Tensor:
-        """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``.
-
-        Raises:
-            ValueError: the indices have been written to.
-        """
-        node = self._node
-        assert isinstance(node, Selection)
-        return node.selected(is_traced=self._is_traced(node.device))
-
-    def _is_traced(self, device: torch.device) -> bool:
-        """Whether results computed now belong to a program or a graph, and must not be kept."""
-        return torch.compiler.is_compiling() or kept.is_captured(device) or not self._node.is_real
-
-    def _traced(self, device: torch.device, backward: bool) -> BlockTables:
-        """Makes tables as a part of a program, which cannot wait for the device."""
-        there = kept.found(self._rows, device)
-        node = self._node
-        if not isinstance(node, Indices) or (backward and self._is_searched):
-            raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
-        if there is None:
-            node.use(checked=False)
-        tables = BlockTables(node.rows(), None, node.real) if there is None else there.get()
-        return self._with_columns(tables)[0] if backward else tables
-
-    def _made(self, device: torch.device, backward: bool) -> BlockTables:
-        """Finds the kept tables, or makes and keeps them."""
-        node = self._node
-
-        def without_columns() -> BlockTables:
-            node.use()
-            if isinstance(node, Indices):
-                return BlockTables(node.rows(), None, node.real)
-            rows = row_tables.build(node, self.sizes, device)
-            return BlockTables(rows, None, row_tables.real_rows(node, rows, self.sizes))
-
-        def with_columns() -> BlockTables:
-            tables = kept.made(self._rows, device, device, without_columns)
-            tables, contention = self._with_columns(tables)
-            if contention is not None:  # before other threads can find the tables
-                object.__setattr__(self, "_contention", contention)
-            return tables
-
-        if backward:
-            return kept.made(self._tables, device, device, with_columns)
-        return kept.made(self._rows, device, device, without_columns)
-
-    def _with_columns(self, tables: BlockTables) -> tuple[BlockTables, _Contention | None]:
-        """Makes the columns of tables of rows; returns also what a search has found, if there was one."""
-        if self._sources is not None and isinstance(self._order, Tensor):
-            self._sources.use({"order": [self._order]})
-        rows, sizes = tables.rows, self.sizes
-        order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, sizes, self._group)
-        contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
-        columns, halves = column_tables.columns(rows, order, sizes, m_block_order), None
-        if self.half_columns:
-            halves = column_tables.half_columns(rows, order, sizes, m_block_order)
-        return tables._replace(columns=columns, half_columns=halves), contention
-
-    def _any_tables(self) -> BlockTables:
-        """Tables on a device that has some already, if any."""
-        device = next(iter(self._rows), self.device or torch.device("cpu"))
-        return self.tables(device, backward=False)
 
     @property
     def statistics(self) -> Statistics:
