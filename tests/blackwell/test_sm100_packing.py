@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, offsets, random_call
-from tests.lib.interpreted import backward, forward
-from tests.lib.oracle import Call
+from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.interpreted import forward
+from tests.lib.interpreted.common import B200
+from tests.lib.interpreted.documents import differing
 
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "d64-causal": ([150, 7, 300], {"head_dim": 64, "causal": True}),
@@ -21,24 +20,6 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
-def alone(call: Call, rows: slice) -> Call:
-    """One document of a packed call, as a packed call of its own."""
-    cu = offsets([rows.stop - rows.start])
-    own = {name: getattr(call, name).detach()[rows].clone().requires_grad_() for name in "qkv"}
-    return dataclasses.replace(call, **own, cu_seqlens_q=cu, cu_seqlens_k=cu, seqused_q=None, seqused_k=None)
-
-
-def results_of(call: Call, dout: Tensor, seed: int) -> dict[str, Tensor]:
-    """Out, lse and the gradients, under schedules that are drawn."""
-    out, lse = forward.execute(call, random.Random(seed))
-    true_lse = oracle.attention(call.to(torch.float64))[1].detach().float()
-    return {
-        "out": out,
-        "lse": lse,
-        **backward.execute(call, backward.Interpreted(random.Random(seed)), true_lse, dout, None),
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_packed_anywhere(case: str) -> None:
@@ -46,12 +27,27 @@ def test_packed_anywhere(case: str) -> None:
     lengths, options = CASES[case]
     call = random_call(lengths, **{"nheads": 1, "dtype": torch.bfloat16, **options})
     dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1]).to(call.q.dtype)
-    together = results_of(call, dout, seed=0)
-    for number, (_, rows, _) in enumerate(call.sequences()):
-        for name, x in results_of(alone(call, rows), dout[rows].clone(), seed=number + 1).items():
-            got = together[name]
-            own = got[:, rows] if name == "lse" else got[rows]
-            assert bitwise_equal(own.contiguous(), x.contiguous()), f"{name} of document {number}"
+    assert differing(call, dout, B200, True) == set()
+
+
+@pytest.mark.slow
+def test_entries_of_a_dense_causal_batch() -> None:
+    """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""
+    call = random_call([300, 300], packed=False, nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
+    dout = torch.randn(call.q.shape).to(call.q.dtype)
+    assert differing(call, dout, B200, "invariant") == set()
+    found = differing(call, dout, B200, True)
+    assert found
+    assert found <= {"dq", "dk", "dv"}
+
+
+@pytest.mark.slow
+def test_a_short_document_beside_a_long_one() -> None:
+    """If invariant kernels of pairs of CTAs, which have other blocks, do not come with a long neighbour."""
+    call = random_call([70, 500], nheads=1, head_dim=256, dtype=torch.bfloat16)
+    dout = torch.randn(call.q.shape).to(call.q.dtype)
+    assert differing(call, dout, B200, "invariant") == set()
+    assert {"out", "lse"} & differing(call, dout, B200, True)
 
 
 @pytest.mark.slow

@@ -220,6 +220,6 @@ def results(
 
 
 def assert_same(got: Results, expected: Results, what: object) -> None:
-    """The same names, the same bits."""
+    """Results have the same bits as those expected."""
     differ = [name for name, x in expected.items() if not bitwise_equal(got[name], x)]
     assert not differ, f"{', '.join(differ)} of {what} differ"

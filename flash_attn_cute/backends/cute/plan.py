@@ -116,7 +116,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),
         float32_bias=scores.float32_bias,
-        # A mask with a row for each query is not told from one for all if there is a single query.
+        # A mask with a row for each query looks like one row for all if there is a single query.
         uniform_mask=not (spec.packing_invariant or scores.mask_varies[2] or _has_window(spec)) and spec.has_mask,
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
