@@ -19,6 +19,7 @@ are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquir
     weak          effects that come later than their instruction
     memory        loads, stores, atomics and mbarriers
     tma           copies: instructions, and the engine
+    lines         copies of 16 bytes a thread, for the same engine
     operands      operands of products in shared memory, as descriptors give them
     tensor        Blackwell's tensor memory and products: instructions, and the engine
     warpgroup     Hopper's products of warpgroups: instructions, and the engine

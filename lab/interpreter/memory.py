@@ -89,12 +89,12 @@ def store(s: Statement) -> Effect:
             weak.write_global(warp, at[lanes] * words.itemsize, words.itemsize * len(reads), write)
             return
         write()
-        _show_later(warp, words, at[:, None] + following, lanes)
+        show_later(warp, words, at[:, None] + following, lanes)
 
     return store_words
 
 
-def _show_later(warp: Warp, words: Array, places: Array, lanes: Array) -> None:
+def show_later(warp: Warp, words: Array, places: Array, lanes: Array) -> None:
     """Shows what lanes have stored in shared memory, each at places of its own, to TMA and tensor cores, by chance."""
 
     def show(chosen: Array) -> None:
@@ -128,7 +128,7 @@ def matrices(s: Statement) -> Effect:
                 write(warp, words, None)
             return
         memory[places] = np.array([read(warp) for read in reads]).view(np.uint16)
-        _show_later(warp, memory, places.reshape(len(names), 32, 2).swapaxes(0, 1), ALL)
+        show_later(warp, memory, places.reshape(len(names), 32, 2).swapaxes(0, 1), ALL)
 
     return move
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lab.interpreter import arithmetic, memory, tensor, tma, warpgroup
+from lab.interpreter import arithmetic, lines, memory, tensor, tma, warpgroup
 from lab.interpreter.state import Effect, FaultError, Mask, Warp, converged
 from lab.interpreter.statement import Statement
 from lab.ptx import tree
@@ -45,6 +45,8 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "cp.async.bulk.commit_group": tma.commit_group,
     "cp.async.bulk.tensor": tma.copy_box,
     "cp.async.bulk": tma.copy_bytes,
+    "cp.async.cg.shared.global": lines.copy,
+    "cp.async.mbarrier.arrive.noinc": lines.arrive_behind,
     "cp.reduce.async.bulk": tma.copy_bytes,
     "setmaxnreg.dec": _give_registers_back,
     "tcgen05.ld": tensor.access,

@@ -234,14 +234,17 @@ def run(
         FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
     """
     _check_launch(program, launch)
-    num_ctas, ctas_a_cluster = launch.grid[0], launch.cluster[0]
+    columns, rows, layers = launch.grid
+    ctas_a_cluster = launch.cluster[0]
 
     def clusters() -> Iterator[Iterator[bool]]:
-        for first in range(0, num_ctas, ctas_a_cluster):
+        firsts = range(0, columns, ctas_a_cluster)
+        for z, y, first in itertools.product(range(layers), range(rows), firsts):
             cluster = Cluster()
             for rank in range(ctas_a_cluster):
                 shared = np.full(launch.shared, 0xFF, np.uint8)
-                cta = Cta(cluster, rank, first + rank, num_ctas, launch.params, memory, tensors, shared, draw)
+                index = first + rank, y, z
+                cta = Cta(cluster, rank, index, launch.grid, launch.params, memory, tensors, shared, draw)
                 cluster.ctas.append(cta)
             yield _Schedule(program, cluster, draw, lagging).run()
 
@@ -265,7 +268,7 @@ def run(
 
 def _check_launch(program: Program, launch: Launch) -> None:
     """Refuses what kernels are not written for, or CUDA does not launch."""
-    (ctas, *rest), (ctas_a_cluster, *others) = launch.grid, launch.cluster
-    is_known = ctas and not ctas % ctas_a_cluster and {1} == {*rest, *others}
+    ctas_a_cluster, *others = launch.cluster
+    is_known = all(launch.grid) and not launch.grid[0] % ctas_a_cluster and {1} == {*others}
     if not is_known or launch.block != (32 * program.num_warps, 1, 1):
         raise FaultError(f"a launch of {launch.grid} CTAs of {launch.block} threads, in clusters of {launch.cluster}")

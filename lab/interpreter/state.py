@@ -146,7 +146,7 @@ class WarpProduct:
     is_done: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Copy(abc.ABC):
     """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
 
@@ -165,6 +165,10 @@ class Copy(abc.ABC):
     def num_bytes(self) -> int:
         """Bytes that a copy to shared memory signals."""
 
+    def signal(self, cta: "Cta") -> None:
+        """Tells the mbarrier that a copy to shared memory is done."""
+        cta.barrier(self.barrier, of_cluster=True).complete(self.num_bytes)
+
     @abc.abstractmethod
     def halves(self) -> list["Copy"]:
         """The copy in two, which are done at different times; what is too small for that stays whole."""
@@ -180,6 +184,18 @@ class Copy(abc.ABC):
     @abc.abstractmethod
     def write(self, cta: "Cta", data: Array) -> None:
         """Writes data into global memory."""
+
+
+class Load(Copy):
+    """A copy that is to shared memory, whatever it is of."""
+
+    def read(self, cta: "Cta") -> Array:
+        """There are no such stores."""
+        raise NotImplementedError
+
+    def write(self, cta: "Cta", data: Array) -> None:
+        """There are no such stores."""
+        raise NotImplementedError
 
 
 class Written(NamedTuple):
@@ -223,8 +239,8 @@ class Cta:
 
     cluster: Cluster
     rank: int  # in it
-    index: int
-    num_ctas: int  # of the grid
+    index: tuple[int, int, int]  # in the grid
+    grid: tuple[int, int, int]
     params: Sequence[bytes]
     memory: Array  # global memory, in bytes
     tensors: Sequence[slice]  # where tensors are in it; none: anywhere
@@ -303,8 +319,8 @@ class Warp:
     def __post_init__(self) -> None:
         for name, value in {
             "%tid.x": 32 * self.index + LANES,
-            "%ctaid.x": np.full(32, self.cta.index),
-            "%nctaid.x": np.full(32, self.cta.num_ctas),
+            **{f"%ctaid.{axis}": np.full(32, n) for axis, n in zip("xyz", self.cta.index, strict=True)},
+            **{f"%nctaid.{axis}": np.full(32, n) for axis, n in zip("xyz", self.cta.grid, strict=True)},
             "%laneid": LANES,
             "%cluster_ctarank": np.full(32, self.cta.rank),
         }.items():

@@ -20,6 +20,7 @@ from lab.interpreter.state import (
     Cta,
     Effect,
     FaultError,
+    Load,
     Mask,
     Warp,
     converged,
@@ -80,7 +81,7 @@ def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
     return ((addresses ^ (addresses >> 7 & row_bytes // 16 - 1) << 4) - SHARED) // 2
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Box(Copy):
     """Copy of a box of a tensor."""
 
@@ -102,8 +103,8 @@ class Box(Copy):
     def load(self, cta: Cta) -> None:
         """Copies from global memory, with zeros behind the end of the tensor."""
         data = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
-        for memory in (cta.shared, cta.shown):
-            memory.view("u2")[self.shared] = data
+        for shared in (cta.shared, cta.shown):
+            shared.view("u2")[self.shared] = data
 
     def read(self, cta: Cta) -> Array:
         """Reads the box, as TMA sees it."""
@@ -116,7 +117,7 @@ class Box(Copy):
             weak.write_global(self.warp, 2 * at, 2, lambda: words.__setitem__(at, values))
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Range(Copy):
     """Copy of a range of bytes."""
 
@@ -133,7 +134,7 @@ class _Range(Copy):
         return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Bytes(_Range):
     """Copy of bytes to or from global memory, or an addition of numbers to it."""
 
@@ -160,8 +161,8 @@ class Bytes(_Range):
         weak.write_global(self.warp, np.array([self.whole.start]), len(place), write)
 
 
-@dataclass(kw_only=True)
-class BetweenCtas(_Range):
+@dataclass(kw_only=True, eq=False)
+class BetweenCtas(_Range, Load):
     """Copy of bytes of shared memory to that of another CTA of the cluster."""
 
     target: Cta
@@ -169,14 +170,6 @@ class BetweenCtas(_Range):
     def load(self, cta: Cta) -> None:
         """Copies to the other CTA."""
         self.target.shared[self.whole] = self.target.shown[self.whole] = cta.shown[self.shared]
-
-    def read(self, cta: Cta) -> Array:
-        """There are no such stores."""
-        raise NotImplementedError
-
-    def write(self, cta: Cta, data: Array) -> None:
-        """There are no such stores."""
-        raise NotImplementedError
 
 
 def _halves(whole: slice) -> list[slice]:
@@ -299,8 +292,8 @@ def copy_bytes(s: Statement) -> Effect:
         lane = only(mask)
         first, begin, size = (int(read(warp)[lane]) for read in reads)
         places = []
-        for memory, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - warp.cta.first_shared)):
-            if start < 0 or start + size > len(memory) or start % 16 or size % 16:
+        for space, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - warp.cta.first_shared)):
+            if start < 0 or start + size > len(space) or start % 16 or size % 16:
                 raise FaultError(f"{size} bytes between {first} and {begin}")
             places.append(slice(start, start + size))
         copy = Bytes(
@@ -319,7 +312,7 @@ def load(cta: Cta) -> None:
     """The engine's next load, any of those that have been asked for."""
     copy = cta.loads.pop(cta.draw.randrange(len(cta.loads)))
     copy.load(cta)
-    cta.barrier(copy.barrier, of_cluster=True).complete(copy.num_bytes)
+    copy.signal(cta)
 
 
 def store(cta: Cta) -> None:

@@ -1,23 +1,88 @@
 """Hopper's kernels, executed on the CPU by the interpreter of PTX."""
 
+import dataclasses
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from tests.lib.checks import random_call
-from tests.lib.interpreted import forward
-from tests.lib.interpreted.common import H100
+from flash_attn_cute import BlockMask
+from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.interpreted import backward, forward
+from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
+from tests.lib.interpreted.common import EVERYTHING, H100
+from tests.lib.masks import spread
+from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
 FORWARD: dict[str, dict[str, Any]] = {
-    "d64-causal": {"causal": True, "dtype": torch.bfloat16},
+    "d64-causal": {"causal": True},
     "d128": {"head_dim": 128, "dtype": torch.float16},
+    "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
+    "d64-bias": {"bias": (1, 1)},
+    "d256": {"head_dim": 256, "causal": True},
 }
+BACKWARD: dict[str, dict[str, Any]] = {
+    "d64": {},
+    "d128-packed": {"head_dim": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
+    "d64-bias": {"bias": (1, 1), "nheads": 1},  # whose gradient is what the kernel computes
+    "d256-cluster": {"head_dim": 256, "nheads_k": 1, "causal": True},
+}
+
+
+def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"packed": False, "nheads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    return random_call(queries, keys, **given | options)
+
+
+def with_blocks(call: Call, size: int) -> Call:
+    """The call with a mask of random blocks of so many queries and keys, some of which nobody sees."""
+    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+    visible = torch.rand(1, 1, -(-seqlen_q // size), -(-seqlen_k // size)) < 0.5
+    visible[..., 1, :] = visible[..., :, 2] = False
+    mask = BlockMask.from_blocks(visible, size, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return dataclasses.replace(call, block_mask=mask, shown=spread(visible, size, size, seqlen_q, seqlen_k))
 
 
 @pytest.mark.parametrize("options", tiered(FORWARD, "d64-causal", values=True))
 def test_forward(options: dict[str, Any]) -> None:
-    call = random_call([130], [200], **{"packed": False, "nheads": 1, "head_dim": 64} | options)
+    forward.check(drawn([130], [200], **options), random.Random(0), capability=H100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", BACKWARD.values(), ids=BACKWARD)
+def test_backward(options: dict[str, Any]) -> None:
+    call = drawn([130], [200], **options)
+    backward.check(call, backward.Interpreted(random.Random(0), capability=H100), through_lse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_of_64(head_dim: int) -> None:
+    """Their own kernels, which go over halves of blocks."""
+    call = with_blocks(drawn([300], [260], head_dim=head_dim), 64)
+    assert forward.planned(call, H100)[0].features.half_blocks
     forward.check(call, random.Random(0), capability=H100)
+    backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128])
+def test_sums_in_fixed_point(size: int) -> None:
+    """Gradients have the same bits in whatever order tiles of keys add to dQ."""
+    call = with_blocks(drawn([300], [400], nheads=1), size)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(1)  # of dO
+        backend = backward.Interpreted(random.Random(seed), capability=H100, deterministic=True)
+        found.append(backward.check(call, backend))
+    assert all(bitwise_equal(found[1][name], x) for name, x in found[0].items())
+
+
+@pytest.mark.slow
+def test_gradient_of_a_bias() -> None:
+    """Its own kernel, which sums over heads."""
+    call = drawn([130], [200], bias=(1,))
+    check_dbias(call, WithGradient(random.Random(0), is_alone=True, capability=H100))

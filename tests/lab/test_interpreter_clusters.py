@@ -124,7 +124,7 @@ def pair() -> list[Cta]:
     cluster, draw = Cluster(), random.Random(0)
     for rank in range(2):
         memory, shared = np.zeros(16, np.uint8), np.zeros(1 << 17, np.uint8)
-        cluster.ctas.append(Cta(cluster, rank, rank, 2, [], memory, [], shared, draw, columns=512))
+        cluster.ctas.append(Cta(cluster, rank, (rank, 0, 0), (2, 1, 1), [], memory, [], shared, draw, columns=512))
     return cluster.ctas
 
 

@@ -1,5 +1,6 @@
 """The interpreter of PTX (``lab.interpreter``): products of a warpgroup, and matrices of 8 x 8 in shared memory."""
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -149,3 +150,108 @@ def test_products_from_registers(signs: str, factor: int) -> None:
     issued = product(64, registers(8, 4), right.descriptor, f"{signs}, 0", scale="0")
     execute(LOAD + load_a() + FENCE + issued + COMMIT + wait() + store(64), memory)
     assert np.array_equal(found(memory, 64), factor * a @ b.T)
+
+
+ZERO = operand(PLACE_B, 64, 128, is_transposed=False).descriptor
+ISSUED = product(64, registers(8, 4), ZERO, "1, 1, 0", scale="0")
+OTHER = product(64, registers(8, 4), ZERO, "1, 1, 0", scale="0", first=64)
+READ, WRITE, WRITE_A = "mov.b32 %r200, %r20;\n", "mov.b32 %r20, 0;\n", "mov.b32 %r8, 0;\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (FENCE + ISSUED + COMMIT + READ + wait(), "%r20"),
+        (FENCE + ISSUED + READ + COMMIT + wait(), "%r20"),
+        (FENCE + ISSUED + COMMIT + wait(1) + READ, "%r20"),  # which waits for none
+        (FENCE + ISSUED + wait() + READ, "%r20"),  # a wait for groups alone
+        (FENCE + ISSUED + COMMIT + OTHER + COMMIT + wait(1) + "mov.b32 %r200, %r70;\n", "%r70"),
+        (FENCE + ISSUED + COMMIT + WRITE + wait(), "written while a product adds to it"),
+        (FENCE + ISSUED + COMMIT + WRITE_A + wait(), "written while a product reads it"),
+        (ISSUED + COMMIT + wait(), "behind the last wgmma.fence"),
+        (FENCE + WRITE_A + ISSUED + COMMIT + wait(), "%r8.* is written behind the last wgmma.fence"),
+        (FENCE + ISSUED + COMMIT + wait() + ISSUED + COMMIT + wait(), "behind the last wgmma.fence"),
+        (FENCE + ISSUED + product(32, registers(8, 4), ZERO, "1, 1, 0"), "accumulators of another product"),
+        ("setp.lt.u32 %p2, %r1, 32;\n@%p2 bra END;\n" + FENCE + ISSUED + COMMIT + wait() + "END:\n", "a part of"),
+        (
+            "setp.lt.u32 %p2, %r1, 32;\nselp.b64 %rd8, 1, 0, %p2;\n" + FENCE + ISSUED.replace(", %rd6", ", %rd8"),
+            "layout",
+        ),
+        (FENCE + ISSUED + COMMIT, "while copies are under way"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_of_products(body: str, message: str, seed: int) -> None:
+    with pytest.raises(interpreter.FaultError, match=message):
+        execute(load_a() + body, global_memory(), seed)
+
+
+def test_products_that_are_waited_for() -> None:
+    """Groups in flight, a sum that several of them add to, and registers that are written once they may be."""
+    once = FENCE + ISSUED + COMMIT + OTHER + COMMIT + wait(1) + READ + WRITE + wait()
+    execute(load_a() + once + FENCE + ISSUED + COMMIT + ISSUED + COMMIT + wait() + READ + WRITE_A, global_memory())
+
+
+def test_shared_memory_is_read_late() -> None:
+    """What is written behind the issue may be read; what is written ahead without a proxy fence may be not."""
+    ones = "mov.b32 %r201, 1065369472;\n" + "".join(
+        f"add.u32 %r202, %r204, {512 * i};\nst.shared.b32 [%r202+{PLACE_B}], %r201;\n" for i in range(16)
+    )
+    address = "shl.b32 %r204, %r1, 2;\nadd.s32 %r204, %r204, %r3;\n"
+    fence, meet = "fence.proxy.async.shared::cta;\n", "bar.sync 0;\n"
+    issued = FENCE + ISSUED + COMMIT
+    put = np.ones((64, 16), np.float32)
+
+    def sums(body: str, seed: int) -> Array:
+        memory = global_memory()
+        put_in_registers(memory, bits_of(put, "bf16"))
+        execute(load_a() + address + body + wait() + store(64), memory, seed)
+        return found(memory, 64)
+
+    ahead, unfenced, behind, unmet = (
+        [(sums(body, seed) == 16).all() for seed in range(8)]
+        for body in (ones + fence + meet + issued, ones + meet + issued, issued + ones + fence, ones + fence + issued)
+    )
+    assert all(ahead)
+    for some in (unfenced, behind, unmet):
+        assert not all(some)
+
+
+def test_matrices() -> None:
+    """Loads of what has been stored, in both orders of rows and columns."""
+    numbers = np.random.default_rng(0).integers(0, 1 << 16, (64, 16), np.uint16)
+    rows = "and.b32 %r204, %r1, 31;\nshr.u32 %r205, %r1, 5;\nshl.b32 %r205, %r205, 9;\nshl.b32 %r204, %r204, 4;\n"
+    rows += f"add.s32 %r204, %r204, %r205;\nadd.s32 %r204, %r204, %r3;\nadd.s32 %r204, %r204, {PLACE};\n"
+    for stored, loaded in itertools.product(("", ".trans"), repeat=2):
+        body = f"stmatrix.sync.aligned.m8n8.x4{stored}.shared.b16 [%r204], {registers(8, 4)};\n"
+        body += f"ldmatrix.sync.aligned.m8n8.x4{loaded}.shared.b16 {registers(16, 4)}, [%r204];\n"
+        memory = global_memory()
+        put_in_registers(memory, numbers)
+        execute(load_a() + rows + body + store(8), memory)
+        words = memory[OUT:].view(np.uint16)[: 4 * THREADS * 2].reshape(4, 4, 8, 4, 2)  # (matrix, warp, row, ...)
+        given = memory[SIZE:OUT].view(np.uint16).reshape(4, 4, 8, 8)
+        expected = given if stored == loaded else given.swapaxes(2, 3)
+        assert np.array_equal(words.reshape(4, 4, 8, 8), expected)
+
+
+def test_lines() -> None:
+    """Each thread copies 16 bytes and arrives; another one may read them behind the mbarrier."""
+    numbers = np.random.default_rng(0).integers(0, 256, 16 * THREADS, np.uint8)
+    init = f"setp.eq.u32 %p2, %r1, 0;\n@%p2 mbarrier.init.shared.b64 [%r3], {THREADS};\nbar.sync 0;\n"
+    places = "mul.wide.u32 %rd7, %r1, 16;\nadd.s64 %rd7, %rd7, %rd1;\nshl.b32 %r204, %r1, 4;\n"
+    copied = f"add.s32 %r204, %r204, %r3;\ncp.async.cg.shared.global [%r204+{PLACE}], [%rd7+{PLACE}], 16;\n"
+    arrives = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];\n"
+    waits = "mbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0;\n"
+    read = f"shl.b32 %r205, %r1, 2;\nadd.s32 %r205, %r205, %r3;\nld.shared.b32 %r16, [%r205+{PLACE}];\n"
+
+    def is_right(body: str, seed: int) -> bool:
+        memory = global_memory()
+        memory[PLACE : PLACE + len(numbers)] = numbers
+        execute(init + places + copied + body + read + store(2), memory, seed)
+        return np.array_equal(memory[OUT : OUT + 4 * THREADS], numbers[: 4 * THREADS])
+
+    assert all(is_right(arrives + waits, seed) for seed in range(8))
+    with pytest.raises((interpreter.FaultError, AssertionError)):
+        assert all(is_right(arrives, seed) for seed in range(8))
+    with pytest.raises(interpreter.FaultError, match="deadlock"):
+        is_right("setp.gt.u32 %p4, %r1, 0;\n@%p4 " + arrives + waits, 0)

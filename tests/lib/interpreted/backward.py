@@ -34,6 +34,7 @@ class Interpreted(CuteBackend):
         *,
         by_pairs: bool = False,
         capability: tuple[int, int] = B200,
+        deterministic: bool = False,
     ):
         """``by_pairs``: with the kernel of long sequences, of any length."""
         architecture = architecture_of(capability)
@@ -43,6 +44,7 @@ class Interpreted(CuteBackend):
             architecture = architecture._replace(passes=architecture.passes | {"backward": configured})
         super().__init__(architecture)
         self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
+        self.deterministic = deterministic
         self._prepare_backward = self.prepare  # type: ignore[assignment]
 
     def prepare(
@@ -57,7 +59,7 @@ def execute(
     call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, wide: bool = False
 ) -> dict[str, Tensor]:
     """The gradients of a call, from the results of its forward pass in float64."""
-    inputs, spec = as_given(call, backward=True)
+    inputs, spec = as_given(call, backward=True, deterministic=backend.deterministic)
     spec = spec._replace(wide=wide)
     with torch.no_grad():
         out = oracle.attention(call.to(call.q.dtype))[0].detach()

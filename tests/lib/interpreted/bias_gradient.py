@@ -12,7 +12,7 @@ from lab import interpreter
 from tests.lib import oracle
 from tests.lib.checks import assert_close, gradients, poisoned_dout, rounding_over_keys
 from tests.lib.interpreted.backward import Interpreted, execute
-from tests.lib.interpreted.common import Executed
+from tests.lib.interpreted.common import B200, Executed
 from tests.lib.oracle import Call
 
 
@@ -27,6 +27,7 @@ class WithGradient(Interpreted):
         lagging: interpreter.Lagging | None = None,
         *,
         is_alone: bool = False,
+        capability: tuple[int, int] = B200,
     ):
         """Its options.
 
@@ -36,8 +37,9 @@ class WithGradient(Interpreted):
             changed: instead of the kernel of the bias's gradient.
             lagging: in that kernel.
             is_alone: only that kernel is executed.
+            capability: of the GPU.
         """
-        super().__init__(draw)
+        super().__init__(draw, capability=capability)
         self.num_sms_split, self.changed_gradient, self.lagging_gradient = num_sms, changed, lagging
         self.is_alone, self.launches = is_alone, True
         self.plans: list[BiasGradientPlan] = []  # of gradients that have been asked for

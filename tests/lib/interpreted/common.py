@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute.calls.prepared_call import known_of_block_mask
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -26,7 +27,9 @@ def architecture_of(capability: tuple[int, int]) -> Architecture:
     return found.on(capability) if len(found.targets) > 1 else found
 
 
-def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
+def as_given(
+    call: Call, *, backward: bool = False, deterministic: bool = False
+) -> tuple[AttentionInputs, AttentionSpec]:
     """A call as backends are given it, with what a backward pass takes; autograd knows nothing of its q, k and v."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
@@ -44,10 +47,11 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
         window_left=left,
         window_right=0 if call.causal else right,
         softcap=call.softcap,
-        deterministic=False,
+        deterministic=deterministic,
         zero_padding=True,
     )
-    return inputs, AttentionSpec.of(inputs, options)._replace(selection_block=block)
+    spec = AttentionSpec.of(inputs, options)
+    return inputs, spec if call.block_mask is None else spec._replace(**known_of_block_mask(call.block_mask)._asdict())
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
-from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
+from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
 from tests.lib import oracle
@@ -28,12 +28,12 @@ from tests.lib.oracle import Call
 NUM_SMS = 2
 
 
-def planned(call: Call) -> tuple[Any, Any]:
+def planned(call: Call, capability: tuple[int, int] = B200) -> tuple[Any, Any]:
     """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
     _, spec = as_given(call)
     num_sequences = 0 if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
     shapes = Shapes(call.q.shape, call.k.shape, num_sequences, FEW_QUERIES + 1)
-    config, numbers, _ = plan_forward(ARCHITECTURES["sm100"], spec, shapes, NUM_SMS)
+    config, numbers, _ = plan_forward(architecture_of(capability), spec, shapes, NUM_SMS)
     return config, numbers
 
 
@@ -58,7 +58,7 @@ class Interpreted(CuteBackend):
         """Plans as ``_plan_forward`` does, without a GPU."""
         shapes = cute_backend._forward_shapes(q, k, num, few, layout)
         plan = plan_forward(self.architecture, spec, shapes, NUM_SMS)
-        return cute_backend._Launch(Executed(plan, **self.options), plan, takes_tiles=True)
+        return cute_backend._Launch(Executed(plan, **self.options), plan, cute_backend._takes_tiles(plan.config))
 
 
 def execute(
