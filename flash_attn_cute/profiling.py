@@ -5,13 +5,16 @@ name group the steps of a training run: ``flash_attn_cute forward sm90 b4 s8192 
 packed sequences ``flash_attn_cute backward sm90 packed h32/8 d128 bfloat16 causal``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-import torch
+from typing import TYPE_CHECKING
 
 from flash_attn_cute import settings
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+
+if TYPE_CHECKING:
+    from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _OFF = nullcontext()
 
@@ -33,6 +36,8 @@ def pass_span(name: str, spec: AttentionSpec, inputs: AttentionInputs) -> Abstra
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
+    import torch  # which processes that only compile do without
+
     try:
         torch.cuda.nvtx.range_push(name)
     except RuntimeError as error:

@@ -6,14 +6,16 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from flash_attn_cute import profiling, settings
-from flash_attn_cute.jit import bundle, disk, key
+from flash_attn_cute.jit import ahead, bundle, disk, key
 
 _lock = threading.Lock()
 _kernels: dict[Any, Callable[..., None]] = {}
 _compiles = 0
+_needed_next: ContextVar[Callable[[], Any] | None] = ContextVar("needed_next", default=None)
 
 
 def _begin_as_child() -> None:
@@ -50,6 +52,22 @@ def kernel(config: Any) -> Callable[..., None]:
 
                 found = _kernels[config] = load(_code(config))
     return found
+
+
+@contextlib.contextmanager
+def compiling_beside(needed_next: Callable[[], Any]) -> Iterator[None]:
+    """Has another process compile a kernel that will be needed next, if one has to be compiled meanwhile.
+
+    It comes here through the folder on disk. Where there is none, nothing is done.
+
+    Args:
+        needed_next: gives its configuration, or None; called where a kernel is about to be compiled.
+    """
+    token = _needed_next.set(needed_next)
+    try:
+        yield
+    finally:
+        _needed_next.reset(token)
 
 
 def compile_count() -> int:
@@ -105,6 +123,7 @@ def _code_in_folder(config: Any) -> bytes:
             return _compile(config)
         identity = key.identity(config)
         name = key.name(identity)
+        ahead.wait(config)
         code = folder.read(name)
         if code is None:
             try:
@@ -114,6 +133,7 @@ def _code_in_folder(config: Any) -> bytes:
                 return _compile(config)
             code = folder.read(name)
         if code is None:
+            _begin_next(folder)
             code = _compile(config)
             if key.sources_unchanged():  # or it would be found under the name of other sources
                 try:
@@ -121,6 +141,13 @@ def _code_in_folder(config: Any) -> bytes:
                 except OSError as error:
                     _warn(error)
         return code
+
+
+def _begin_next(folder: disk.Folder) -> None:
+    needed_next = _needed_next.get()
+    config = None if needed_next is None else needed_next()
+    if config is not None and config not in _kernels and folder.read(key.name(key.identity(config))) is None:
+        ahead.begin(config)
 
 
 def _compile(config: Any) -> bytes:

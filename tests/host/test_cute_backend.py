@@ -1,5 +1,6 @@
 """Arguments of compiled code, as the kernels' backend hands them to a kernel that only looks: no GPU, no compiler."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import SimpleNamespace
@@ -214,6 +215,29 @@ def test_repeated_calls_are_launched_like_others(
     assert_launched_alike(launches[0], launches[1], given)
     given += [x for x in (results.out, results.lse, results.residual, dout, dlse) if x is not None]
     assert_launched_alike(launches[2], launches[3], given)
+
+
+@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("name", sorted(REPEATED))
+def test_the_backward_kernel_is_known_ahead(
+    name: str, window_right: int | None, launches: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that another process may compile it: only where there will be gradients."""
+    known: list[Any] = []
+
+    def beside(needed_next: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
+        known.append(needed_next())
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(cache, "compiling_beside", beside)
+    inputs = CALLS[name]
+    spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend.forward_for(spec, inputs)
+    assert not known
+    backend.forward_for(spec, inputs._replace(k=inputs.k.detach().requires_grad_()))
+    both_passes(inputs, window_right)
+    assert known == [launches[-1].config]
 
 
 @pytest.mark.usefixtures("launches")

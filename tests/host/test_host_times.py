@@ -46,15 +46,19 @@ class Done:
 
 
 def test_processes_find_no_kernels_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
+    folders, bytecode = [], set()
 
     def run(command: list[str], *, env: dict[str, str], **options: Any) -> Done:
+        bytecode.add((env["PYTHONPYCACHEPREFIX"], env["PYTHONDONTWRITEBYTECODE"]))
+        if "first_calls" not in command[-1]:  # imports alone
+            return Done("everything")
         folders.append(env["FLASH_ATTN_CUTE_CACHE_DIR"])
         return Done(command[-1].split("'")[1])
 
     monkeypatch.setattr("subprocess.run", run)
     assert host.first(CPU, rounds=2) == {"import": {"flash_attn_cute": 0.5, "SDPA": 0.5}}
     assert len(set(folders)) == 6  # no process finds the kernels of another
+    assert len(bytecode) == 1  # but all find the same bytecode
 
 
 def test_failures_raise(monkeypatch: pytest.MonkeyPatch) -> None:

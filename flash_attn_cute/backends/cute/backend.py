@@ -195,7 +195,12 @@ class CuteBackend:
         """See ``Backend.forward_for``."""
         if not has_forward(spec, like):
             return lambda inputs: self.forward(spec, inputs)
-        return RepeatedForward(self._forward_launch(spec, like), spec, like)
+        if not any(x.requires_grad for x in (like.q, like.k, like.v)):
+            return RepeatedForward(self._forward_launch(spec, like), spec, like)
+        from flash_attn_cute.jit import cache
+
+        with cache.compiling_beside(lambda: self._backward_config(spec, like)):
+            return RepeatedForward(self._forward_launch(spec, like), spec, like)
 
     def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
         """See ``Backend.backward_for``."""
@@ -203,6 +208,13 @@ class CuteBackend:
             return lambda call: self.backward(call)
         launch = self._backward_launch(like, like.inputs, _NO_SCORES)
         return RepeatedBackward(launch, self.backward, like)
+
+    def _backward_config(self, spec: AttentionSpec, inputs: AttentionInputs) -> Any:
+        """The configuration of a call's backward pass, unless lse or bias have gradients; None if it has none."""
+        device = inputs.q.device
+        kernels = CuteBackend(self._architecture_on(device))
+        _, backward = kernels.planned(spec, inputs, self.num_sms(device), need_dbias=False)
+        return None if backward is None else backward.config
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         if needs_intervals(spec):

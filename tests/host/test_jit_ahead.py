@@ -1,0 +1,131 @@
+"""A kernel that is needed next, compiled by another process beside the one that is needed now."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_attn_cute.jit import ahead, cache, disk, key
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.config import forward_config
+from tests.lib.kernel_processes import CONFIG, Compiler, Warm
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+NEXT = forward_config("bfloat16", 64, 64, Features(packed=True))
+
+
+class Process:
+    """Stands in for the process: leaves the kernel in the folder, or fails."""
+
+    def __init__(self, folder: Path, code: bytes) -> None:
+        self.folder, self.code, self.works = folder, code, True
+        self.begun = 0
+
+    def run(self, command: list[str], **options: Any) -> None:
+        """Compiles ``NEXT``, in no time."""
+        self.begun += 1
+        assert command == ahead.command(NEXT)
+        if self.works:
+            identity = key.identity(NEXT)
+            with disk.Folder(self.folder) as folder:
+                folder.write(key.name(identity), identity, self.code)
+
+
+@pytest.fixture
+def process(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
+    stand_in = Process(tmp_path / "kernels", compiler.code)
+    monkeypatch.setattr(subprocess, "run", stand_in.run)
+    monkeypatch.setattr(ahead, "_waiting", {})
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(stand_in.folder))
+    return stand_in
+
+
+def kernel_beside(needed_next: Callable[[], Any] = lambda: NEXT) -> None:
+    with cache.compiling_beside(needed_next):
+        cache.kernel(CONFIG)
+    ahead.wait(NEXT)
+
+
+def test_the_next_kernel_comes_from_the_process(process: Process, compiler: Compiler) -> None:
+    kernel_beside()
+    assert (process.begun, compiler.calls) == (1, 1)
+    cache.kernel(NEXT)
+    assert (process.begun, compiler.calls) == (1, 1)
+
+
+def test_a_kernel_is_waited_for(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kernel`` itself waits for the process, however long that takes to come to the folder."""
+    may_end = threading.Event()
+
+    def late(command: list[str], **options: Any) -> None:
+        assert may_end.wait(60)
+        process.run(command)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    with cache.compiling_beside(lambda: NEXT):
+        cache.kernel(CONFIG)
+    threading.Timer(0.1, may_end.set).start()
+    cache.kernel(NEXT)
+    assert (process.begun, compiler.calls) == (1, 1)
+
+
+def test_what_fails_is_compiled_here(process: Process, compiler: Compiler) -> None:
+    process.works = False
+    kernel_beside()
+    cache.kernel(NEXT)
+    assert (process.begun, compiler.calls) == (1, 2)
+
+
+def test_no_process_can_be_started(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*command: Any, **options: Any) -> None:
+        raise PermissionError("no processes")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    kernel_beside()
+    cache.kernel(NEXT)
+    assert compiler.calls == 2
+
+
+def test_processes_are_begun_only_where_something_is_compiled(
+    process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.kernel(NEXT)
+    kernel_beside()  # the next one is there
+    monkeypatch.setattr(cache, "_kernels", {})
+    kernel_beside()  # both are in the folder
+    kernel_beside()  # in memory
+    kernel_beside(lambda: pytest.fail("is asked for the next kernel where nothing is compiled"))
+    for each in process.folder.glob("*.kernel"):
+        each.unlink()
+    monkeypatch.setattr(cache, "_kernels", {})
+    kernel_beside(lambda: None)
+    monkeypatch.setattr(cache, "_kernels", {})
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
+    kernel_beside()  # would come through the folder
+    assert process.begun == 0
+
+
+def test_the_process_does_without_torch(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the kernel that is there under the same name, and compiles nothing."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    *python, program, given = ahead.command(CONFIG)
+    program += "\nassert cache.compile_count() == 0 and sys.modules['torch'] is None"
+    assert python == [sys.executable, "-c"]
+    done = subprocess.run([*python, program, given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(ahead, "_waiting", {})
+    ahead.begin(CONFIG)
+    ahead.wait(CONFIG)
+    with disk.Folder(tmp_path / "kernels") as folder:
+        code = folder.read(key.name(key.identity(CONFIG)))
+    assert code is not None
