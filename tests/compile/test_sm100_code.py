@@ -35,6 +35,7 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.emulator.translate import translate
 from lab.lint import lint
+from lab.ptx import tree
 from tests.lib.compiled import check_before_and_after, code_for, machine_code
 from tests.lib.configurations import (
     B200,
@@ -95,15 +96,19 @@ MASKS = {
     "strided-bias": {"bias": True, "strided_bias": True, **EVERYTHING},
 }
 WITHOUT_TENSORS = [name for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()]
+# A B300 computes no exponentials by polynomials, whatever the mask.
+OF_B300 = ["full", "everything", "intervals"]
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
     for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS)
     if d >= d_v
-    for mask, target in itertools.product(MASKS, TARGETS.values())
+    for target, masks in ((B200, MASKS), (B300, OF_B300))
+    for mask in masks
 } | {
-    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": forward_pair(d, d_v, target=target, dtype=dtype, **MASKS[mask])
-    for (d, d_v), mask in itertools.product(((256, 256), (256, 128), (192, 128)), WITHOUT_TENSORS)
-    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+    f"pair-d{d}-dv{d_v}-{mask}-{target}": forward_pair(d, d_v, target=target, **MASKS[mask])
+    for d, d_v in ((256, 256), (256, 128), (192, 128))
+    for target, masks in ((B200, WITHOUT_TENSORS), (B300, ["full", "everything"]))
+    for mask in masks
 }
 
 
@@ -195,26 +200,45 @@ FEW_BIAS_GRADIENTS = {
 }
 _SIZES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 ALL_BIAS_GRADIENTS = {
-    f"d{d}-dv{d_v}-{name}-{target}": bias_gradient(d, d_v, target=target, **BIAS_GRADIENTS[name])
-    for (d, d_v), name, target in itertools.product(_SIZES, BIAS_GRADIENTS, TARGETS.values())
+    f"d{d}-dv{d_v}-{name}": bias_gradient(d, d_v, **BIAS_GRADIENTS[name])
+    for (d, d_v), name in itertools.product(_SIZES, BIAS_GRADIENTS)
 }
 ALL_BACKWARD = {
-    f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
+    f"d{d}-dv{d_v}-{name}": backward(d, d_v, **mask)
     for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
-    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
-    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": pair(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    f"pair-d{d}-dv{d_v}-{mask}": pair(d, d_v, **BACKWARD_MASKS[mask])
     for (d, d_v), mask in itertools.product(_SIZES[1:], BACKWARD_MASKS)
-    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+}
+# Configurations whose kernels are compared with those of another target or dtype. All of them have all features that
+# the kernels of a size know, in one configuration or another.
+FEW_OF_BOTH_TARGETS = {
+    "backward-d64": backward(64),
+    "backward-d256": backward(256),
+    "backward-pair-d192": pair(192, 192),
+    "bias-gradient": bias_gradient(128),
+}
+FEW_OF_BOTH_DTYPES = {"forward": chosen(128), "backward": backward(128)}
+_NAMES = ["everything", "wide", "mask-everything", "float32-bias-everything", "block-mask", "mask"]
+ALL_OF_BOTH_TARGETS = {
+    f"{kind}-{name}": c
+    for kind, cases in (("backward", ALL_BACKWARD), ("bias-gradient", ALL_BIAS_GRADIENTS))
+    for name, c in cases.items()
+    if re.fullmatch(rf"(pair-)?d\d+-dv\d+-({'|'.join(_NAMES)})", name)
+}
+ALL_OF_BOTH_DTYPES = ALL_OF_BOTH_TARGETS | {
+    f"forward-{name}": c for name, c in ALL.items() if re.fullmatch(rf".*-(everything|intervals|bias)-{B200}", name)
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Compiling all configurations takes minutes, so it has to be asked for; a plain run compiles two."""
+    """Compiling all configurations takes an hour, so it has to be asked for; a plain run compiles two."""
     for name, few, all_of, quick in (
         ("compiled", FEW, ALL, ("d128",)),
         ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD, ("pair-d192-dv128",)),
         ("compiled_bias_gradient", FEW_BIAS_GRADIENTS, ALL_BIAS_GRADIENTS, ()),
+        ("of_both_targets", FEW_OF_BOTH_TARGETS, ALL_OF_BOTH_TARGETS, ()),
+        ("of_both_dtypes", FEW_OF_BOTH_DTYPES, ALL_OF_BOTH_DTYPES, ()),
     ):
         if name in metafunc.fixturenames:
             cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
@@ -499,21 +523,27 @@ def test_bias_gradient_sizes(d: int) -> None:
         assert all(stages & stages - 1 == 0 for stages in (c.stages, c.score_stages))
 
 
-SAME_ON_BOTH = {
-    "backward-d64": backward(64),
-    "backward-d256": backward(256),
-    "backward-pair-d192": pair(192, 192),
-    "bias-gradient": bias_gradient(128),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config_of_b200", SAME_ON_BOTH.values(), ids=SAME_ON_BOTH)
-def test_targets_differ_in_the_forward_pass_alone(config_of_b200: Any) -> None:
+def test_targets_differ_in_the_forward_pass_alone(of_both_targets: Any) -> None:
     """Other kernels are the same PTX: what tests find out about one target holds for the other."""
-    of_b200, of_b300 = (code_for(dataclasses.replace(config_of_b200, target=target)).ptx for target in TARGETS.values())
+    of_b200, of_b300 = (
+        code_for(dataclasses.replace(of_both_targets, target=target)).ptx for target in TARGETS.values()
+    )
     assert of_b200.count(f".target {B200}") == 1
     assert of_b300 == of_b200.replace(f".target {B200}", f".target {B300}")
+
+
+def test_dtypes_differ_in_conversions_alone(of_both_dtypes: Any) -> None:
+    """The same instructions in the same order, but for those that convert a number or make a constant."""
+    of_bfloat16, of_float16 = (
+        [
+            re.sub(r"\bbf16", "f16", x.opcode)
+            for function in tree.parse(code_for(dataclasses.replace(of_both_dtypes, dtype=dtype)).ptx).functions
+            for x in function.instructions
+            if x.operation not in ("mov", "cvt", "shl", "and")
+        ]
+        for dtype in ("bfloat16", "float16")
+    )
+    assert of_bfloat16 == of_float16
 
 
 def test_targets_have_kernels_of_their_own() -> None:
