@@ -509,13 +509,37 @@ def drawn_call(
     return replace(call, **leaves)
 
 
+def small_call(draw: random.Random, lengths: Sequence[int], **given: Any) -> Call:
+    """A call of what is given, and of up to three sequences of some of these lengths, small heads and any features."""
+    torch.manual_seed(draw.randrange(2**31))
+    batch, nheads_k = draw.randint(1, 3), draw.randint(1, 2)
+    options: dict[str, Any] = {
+        "nheads": nheads_k * draw.randint(1, 3),
+        "nheads_k": nheads_k,
+        "head_dim": draw.choice([1, 8, 24]),
+        "head_dim_v": draw.choice([None, 16]),
+        "dtype": draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+        "causal": draw.random() < 0.4,
+        "window_size": (draw.choice([None, None, 0, 90]), draw.choice([None, None, 3, 150])),
+        "softcap": draw.choice([0.0, 0.0, 2.0]),
+        "sink": draw.random() < 0.3,
+        "seqused": draw.random() < 0.4,
+        "packed": draw.random() < 0.5,
+    } | given
+    differ = options["packed"] or options["seqused"]
+    lengths_q, lengths_k = (
+        [draw.choice(lengths) for _ in range(batch)] if differ else [draw.choice(lengths)] * batch for _ in range(2)
+    )
+    return random_call(lengths_q, lengths_k, **options)
+
+
 fuzz_seed = 0  # of the option --fuzz-seed
 
 
-def draws(seed: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
-    """Sources of randomness and their numbers, for so many seconds, and three at the least: the first one compiles."""
+def draws(seed: str, seconds: float, least: int = 3) -> Iterator[tuple[int, random.Random]]:
+    """Sources of randomness and their numbers, for so many seconds, and some at the least: the first one compiles."""
     stop, count = time.monotonic() + seconds, 0
-    while time.monotonic() < stop or count < 3:
+    while time.monotonic() < stop or count < least:
         count += 1
         print(f"draw {count}")  # shown where it fails
         yield count, random.Random(f"{fuzz_seed} {seed} {count}")

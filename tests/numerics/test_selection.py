@@ -1,7 +1,6 @@
 """Calls in which each query selects key blocks (``BlockMask.from_selection``), against the oracle."""
 
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,18 +13,19 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import selected
-from tests.lib import checks
 from tests.lib.checks import (
     assert_matches_oracle,
     assert_rows_reach_nothing,
     bitwise_equal,
     differing,
+    draws,
     needs_kernels,
     offsets,
     packed_or_dense,
     padded_results,
     random_call,
     run,
+    small_call,
     synchronisations,
 )
 from tests.lib.masks import random_selection, with_selection
@@ -34,49 +34,15 @@ from tests.lib.oracle import Call
 LENGTHS = (0, 1, 15, 63, 64, 65, 128, 129, 200)
 
 
-def random_options(rng: random.Random) -> dict[str, Any]:
-    nheads_k, group = rng.randint(1, 2), rng.randint(1, 3)
-    return {
-        "nheads": nheads_k * group,
-        "nheads_k": nheads_k,
-        "head_dim": rng.choice([1, 8, 24]),
-        "head_dim_v": rng.choice([None, 16]),
-        "dtype": rng.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-        "causal": rng.random() < 0.5,
-        "window_size": (rng.choice([None, None, 0, 90]), rng.choice([None, None, 3, 150])),
-        "softcap": rng.choice([0.0, 0.0, 2.0]),
-        "sink": rng.random() < 0.3,
-        "seqused": rng.random() < 0.4,
-        "packed": rng.random() < 0.5,
-    }
-
-
-def drawn(rng: random.Random, device: str) -> Call:
-    options = random_options(rng) | {"device": device}
-    batch = rng.randint(1, 3)
-    if options["packed"] or options["seqused"]:
-        lengths_q, lengths_k = ([rng.choice(LENGTHS) for _ in range(batch)] for _ in range(2))
-    else:
-        lengths_q, lengths_k = [rng.choice(LENGTHS)] * batch, [rng.choice(LENGTHS)] * batch
-    call = random_call(lengths_q, lengths_k, **options)
-    return random_selection(call, rng, rng.choice([1, 3, 16, 64, 64, 100, 128]), rng.choice([0, 1, 2, 5]))
-
-
-def check(seed: int, device: str) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    asked: dict[str, Any] = {"through_lse": rng.random() < 0.5, "return_max_logits": rng.random() < 0.3}
-    assert_matches_oracle(drawn(rng, device), backend="portable", **asked)
+def drawn(draw: random.Random, device: str) -> Call:
+    call = small_call(draw, LENGTHS, device=device)
+    return random_selection(call, draw, draw.choice([1, 3, 16, 64, 64, 100, 128]), draw.choice([0, 1, 2, 5]))
 
 
 def test_random_selections(fuzz_seconds: float, device: str) -> None:
-    first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
-    while time.monotonic() < start + 2 * fuzz_seconds or cases < 10:  # a busy machine may be slow
-        try:
-            check(first + cases, device)
-        except Exception as error:
-            raise AssertionError(f"check({first + cases}, {device!r}) fails after {cases} others: {error}") from error
-        cases += 1
+    for _, draw in draws("selections", 2 * fuzz_seconds, least=10):  # a busy machine may be slow
+        asked: dict[str, Any] = {"through_lse": draw.random() < 0.5, "return_max_logits": draw.random() < 0.3}
+        assert_matches_oracle(drawn(draw, device), backend="portable", **asked)
 
 
 @packed_or_dense

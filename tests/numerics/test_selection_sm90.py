@@ -1,7 +1,6 @@
 """Hopper's forward kernels for key blocks that each query selects, on a GPU, against the oracle."""
 
 import random
-import time
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ from torch import Tensor
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.backends.cute import CuteBackend, selection
 from flash_attn_cute.calls import dispatch
-from tests.lib import checks
 from tests.lib.checks import (
     assert_forward_close,
     bitwise_equal,
     differing,
+    draws,
     hopper_alone,
     random_call,
     run,
@@ -33,9 +32,8 @@ def results(call: Call) -> dict[str, Tensor]:
     return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
 
 
-def check(seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
+def check(rng: random.Random) -> None:
+    torch.manual_seed(rng.randrange(2**31))
     nheads_k, group = rng.randint(1, 2), rng.choice([1, 2, 3, 4, 8, 16, 32])
     packed, batch = rng.random() < 0.5, rng.randint(1, 3)
     lengths = [(rng.choice(LENGTHS), rng.choice(LENGTHS)) for _ in range(batch)]
@@ -59,13 +57,8 @@ def check(seed: int) -> None:
 
 
 def test_random_selections(fuzz_seconds: float) -> None:
-    first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
-    while time.monotonic() < start + 4 * fuzz_seconds or cases < 10:
-        try:
-            check(first + cases)
-        except Exception as error:
-            raise AssertionError(f"check({first + cases}) fails after {cases} others: {error}") from error
-        cases += 1
+    for _, rng in draws("selections on sm90", 4 * fuzz_seconds, least=10):
+        check(rng)
 
 
 GROUPS: dict[str, dict[str, Any]] = {
