@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
-from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide, with_sink
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
 from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues, put, take
 from flash_attn_cute.distributed.packed_calls import Call, Run, call_of_all_rows, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -48,7 +48,6 @@ class AllGather:
             self._given.append([row for runs in given.values() for row in rows_of(runs)])
             taken = common(needed, layout.keys_of(peer))
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
-        self._padding = layout.padding_of(rank)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
         self._calls = calls_of(parts, device, None if self._shares_queries else num_shared)
         # Each on its own rows alone, as gradients of the first one are added to like those of the others.
@@ -103,9 +102,7 @@ class AllGather:
         """Results of documents that the rank has alone; 0 and -inf in other rows, or what a sink leaves there."""
         if self._own_call is None:
             return Merged(q, v.shape[-1], shared=False, max_logits=context.options.max_logits).result(None, ())
-        out, lse, max_logits, _ = call_passes.forward(context, self._own_call, q, k, v, is_part=False)
-        out, lse = with_sink(out, lse, sink, self._padding)
-        return Results(out.to(q.dtype), lse, max_logits)
+        return call_passes.forward(context, self._own_call, q, k, v, sink, is_part=False)
 
     def _shared_gradients(self, context: Context, given: Given, keys: KeyValues) -> tuple[Tensor, KeyValues]:
         """dQ of the shared documents' queries, side by side, and the gradients of all keys that they need."""

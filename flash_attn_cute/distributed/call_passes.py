@@ -50,12 +50,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, *, is_part: bool) -> Results:
+def forward(
+    context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, is_part: bool
+) -> Results:
     """Out (q_stop - q_start, nheads, d_v), lse (nheads, q_stop - q_start) and max_logits of a call, of its keys alone.
 
-    ``is_part``: out is not rounded, as it is to be merged with that of other keys.
+    ``sink``: a learnable sink, if all keys are here. ``is_part``: out is not rounded, as it is to be merged with that
+    of other keys.
     """
-    backend, spec, inputs = prepared(context, call, q, k, v)
+    backend, spec, inputs = prepared(context, call, q, k, v, sink)
     return backend.forward(spec._replace(wide=is_part), inputs)
 
 
@@ -75,7 +78,7 @@ def backward(
 
 
 def prepared(
-    context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor
+    context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
 ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
     """A call as backends take it, and the backend that serves it."""
     left, right = call.window
@@ -88,6 +91,7 @@ def prepared(
         cu_seqlens_k=call.cu_seqlens_k,
         seqused_q=call.seqused_q,
         seqused_k=call.seqused_k,
+        learnable_sink=sink,
         bounds=(call.max_seqlen_q, call.max_seqlen_k),
         options=options,
         backend=context.backend,

@@ -75,6 +75,7 @@ class PlanRequest(NamedTuple):
     method: str
     shape: Shape
     has_block_mask: bool = False
+    packing_invariant: bool = False
 
     @property
     def shardings(self) -> tuple[Sharding, Sharding]:
@@ -121,6 +122,7 @@ def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
         call.method,
         Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
         call.block_mask is not None,
+        options.packing_invariant,
     )
 
 

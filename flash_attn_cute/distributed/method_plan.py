@@ -41,7 +41,7 @@ def _new_plan(request: PlanRequest, place: Place, device: torch.device) -> Plan:
     method, shape = request.method, request.shape
     if method == "auto" and place.inner_size == 1:
         layout = Layout.of(queries, keys, lengths_q, lengths_k, request.window)
-        method = _best(layout, shape)
+        method = _best(layout, shape, request.packing_invariant)
         if method == "all_to_all":
             place = Place(place.rank, 1, place.size)
     trade, size = None, place.inner_size
@@ -51,11 +51,21 @@ def _new_plan(request: PlanRequest, place: Place, device: torch.device) -> Plan:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {request.method!r}")
         rows = _of_both(queries, keys, lambda x: head_trade.Rows(x, x.merged(size), place.rank, device))
         trade = head_trade.Trade.of(*rows, shape.nheads_k)
+        if request.packing_invariant and trade.ranks_a_head > 1:
+            raise ValueError(
+                f"deterministic: expected a bool where ranks share heads of k, whose gradients they sum, got "
+                f"'invariant', and {size} ranks for {shape.nheads_k} heads"
+            )
         queries, keys = _of_both(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, request.window)
     if method not in KEY_METHODS:
-        method = _best(layout, shape, ranks_a_row=size)
+        method = _best(layout, shape, request.packing_invariant, ranks_a_row=size)
+    if request.packing_invariant and method == "ring":
+        raise ValueError(
+            "method: expected 'auto', 'all_gather' or 'all_to_all' with deterministic='invariant', as a ring computes "
+            "documents in parts, got 'ring'"
+        )
     shares_heads = trade is not None and trade.ranks_a_head > 1
     return Plan(KEY_METHODS[method](layout, place.rank // size, device, shares_heads=shares_heads), trade)
 
@@ -101,15 +111,17 @@ def _of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T])
     return changed, changed if keys is queries else change(keys)
 
 
-def _best(layout: Layout, shape: Shape, *, ranks_a_row: int | None = None) -> str:
+def _best(layout: Layout, shape: Shape, packing_invariant: bool, *, ranks_a_row: int | None = None) -> str:
     """The method that "auto" chooses; with one rank, one that sends nothing.
 
     ``ranks_a_row``: neighbours that have each row of the layout, as they trade rows for heads; None: this is to be
     chosen, too.
     """
     if layout.num_ranks == 1:
-        return "ring"
+        return "all_gather"  # whose documents are all one rank's, so that one call serves them
     found = cost_model.estimates(layout, shape, max(1, cost_model.HOST // (ranks_a_row or 1)))
-    if ranks_a_row is not None:
+    if ranks_a_row is not None or (packing_invariant and layout.num_ranks > shape.nheads_k):
         found.pop("all_to_all", None)
+    if packing_invariant:
+        del found["ring"]
     return cost_model.best(found)

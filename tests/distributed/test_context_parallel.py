@@ -46,6 +46,7 @@ from tests.lib.over_ranks.programs import (
     operators_are_sound,
     surroundings,
 )
+from tests.lib.over_ranks.uncut import uncut_documents
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
@@ -64,6 +65,7 @@ ON_RANKS = {
         padded_documents,
         padded_batch,
         drawn_calls,
+        uncut_documents,
     ],
     3: [every_case, layers_of_several_windows, as_precise_as_one, padded_documents, drawn_calls],
     4: [
@@ -386,6 +388,19 @@ def test_a_plan_under_a_block_mask_is_another_one() -> None:
     assert isinstance(masked.method, BlockMaskMethod)
     assert not isinstance(method_plan.plan(request, *where).method, BlockMaskMethod)
     assert method_plan.plan(request._replace(has_block_mask=True), *where) is masked
+
+
+def test_methods_of_invariant_calls() -> None:
+    """Neither a ring nor ranks that share heads, which sum parts of what is a document's; "auto" chooses neither."""
+    sharding = Sharding.contiguous([0, 8], 4)
+    request = PlanRequest(sharding, None, 1, None, None, (None, 0), "ring", SHAPE, packing_invariant=True)
+    where, cpu = Place(0, 4, 1), torch.device("cpu")
+    with pytest.raises(ValueError, match="method: expected 'auto', 'all_gather' or 'all_to_all' with determin"):
+        method_plan.plan(request, where, cpu)
+    shared = request._replace(method="all_to_all", shape=SHAPE._replace(nheads_k=2))
+    with pytest.raises(ValueError, match="deterministic: expected a bool where ranks share heads of k"):
+        method_plan.plan(shared, Place(0, 1, 4), cpu)
+    assert isinstance(method_plan.plan(shared._replace(method="auto"), where, cpu).method, AllGather)
 
 
 def test_each_method_has_a_name_and_a_class() -> None:
