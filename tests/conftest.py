@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
     parser.addoption("--fuzz-seed", type=int, default=0, help="what random calls are drawn from; 0 draws the same ever")
     parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
-    parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in Blackwell kernels, not some")
+    parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in kernels, not some")
     parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 

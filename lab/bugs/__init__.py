@@ -1,4 +1,4 @@
-"""Bugs to plant in the PTX of the Blackwell kernels, and what finds each: the lint, an execution, or both.
+"""Bugs to plant in the PTX of the Blackwell and Hopper kernels, and what finds each: the lint, an execution, or both.
 
     code           a kernel's PTX, what to look for in it, and how to change it
     table          what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
@@ -16,6 +16,7 @@ A module has the bugs of one kernel, or those that a variant of it adds:
     two_pass       backward kernel of two passes
     pair_two_pass  backward kernel of two passes, of pairs of CTAs
     bias           kernel of a bias's gradient
+    hopper         Hopper's forward and backward kernels
 
 ``python -m lab.bugs`` writes the tables of the page.
 """
@@ -26,6 +27,7 @@ from lab.bugs.code import Code, arrivals, find, waits
 from lab.bugs.columns import COLUMNS
 from lab.bugs.forward import FORWARD
 from lab.bugs.forward_pair import FORWARD_PAIR
+from lab.bugs.hopper import HOPPER_BACKWARD, HOPPER_CLUSTER, HOPPER_FORWARD
 from lab.bugs.launches import LAUNCHES
 from lab.bugs.lists import LISTS
 from lab.bugs.pair import PAIR
@@ -46,6 +48,9 @@ TABLES: dict[str, Bugs] = {
     "two passes": TWO_PASS,
     "pairs in two passes": PAIR_TWO_PASS,
     "bias": BIAS,
+    "Hopper forward": HOPPER_FORWARD,
+    "Hopper backward": HOPPER_BACKWARD,
+    "Hopper clusters": HOPPER_CLUSTER,
 }
 
 __all__ = [

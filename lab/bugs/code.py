@@ -254,14 +254,14 @@ def commits(by: int, barrier: str, count: int = 1) -> Found:
     return find(by, "tcgen05.commit", count, barrier)
 
 
-def uncounted(barrier: str, number: int) -> Change:
-    """Barriers of a name count so many arrivals less than their schedule says."""
+def uncounted(barrier: str, number: int, by: int = PRODUCER) -> Change:
+    """Barriers of a name, which a warp sets up, count so many arrivals less than their schedule says."""
 
     def change(c: Code) -> list[Edit]:
         name, _, side = barrier.partition(".")
         pipeline = c.schedule.pipeline(name)
         count = {"full": pipeline.full_count, "empty": pipeline.empty_count}[side] - number
-        init = find(PRODUCER, "mbarrier.init", pipeline.stages, barrier)
+        init = find(by, "mbarrier.init", pipeline.stages, barrier)
         return init.rewritten(r", %r\d+;", f", {count};")(c)
 
     return change

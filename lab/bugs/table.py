@@ -10,8 +10,8 @@ from lab.bugs.launches import LaunchBug
 from lab.interpreter import Lagging
 
 PAGE = Path(__file__).parents[2] / "docs" / "blackwell-checks.md"
-LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG = (
-    frozenset({name}) for name in ("loads", "stores", "products", "arrivals")
+LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG, WARPGROUPS_LAG = (
+    frozenset({name}) for name in ("loads", "stores", "products", "arrivals", "warpgroups")
 )
 FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
 

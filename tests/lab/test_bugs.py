@@ -1,4 +1,4 @@
-"""Bugs planted in the Blackwell kernels are found, each by what the tables of ``lab.bugs`` say."""
+"""Bugs planted in the Blackwell and Hopper kernels are found, each by what the tables of ``lab.bugs`` say."""
 
 import dataclasses
 import functools
@@ -13,10 +13,7 @@ from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.backends.packing import over_scores
-from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
-from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.registry import pass_of
 from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits
 from lab.interpreter import FaultError, Lagging, Program, scheduling
 from lab.lint import lint
@@ -27,6 +24,7 @@ from tests.lib.configurations import forward_paired, paired
 from tests.lib.interpreted import backward, common, forward
 from tests.lib.interpreted.backward import Interpreted, execute
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
+from tests.lib.interpreted.common import B200, H100
 from tests.lib.oracle import Call
 
 SEEDS = 8  # schedules, at most, under which a bug is to show
@@ -69,18 +67,18 @@ Calls = dict[str, Callable[[], Call]]  # as small as what they show allows
 class Forward:
     """The forward kernel; one CTA, or a pair, has all tiles."""
 
-    def __init__(self, bugs: Bugs, calls: Calls, kernel: str = "ForwardSm100"):
-        self.bugs, self.calls, self.kernel = bugs, calls, kernel
+    def __init__(self, bugs: Bugs, calls: Calls, kernel: str = "ForwardSm100", capability: tuple[int, int] = B200):
+        self.bugs, self.calls, self.kernel, self.capability = bugs, calls, kernel, capability
         self.by_pairs = kernel == "ForwardPair"
 
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, forward_schedule(config))
+        return Code(code_for(config).ptx, self.kernel, pass_of(config).schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
-        config = forward.planned(call)[0]
+        config = forward.planned(call, self.capability)[0]
         return forward_paired(config) if self.by_pairs else config
 
     def check(self, name: str, call: Call, draw: random.Random, program: Program, lags: Lagging) -> None:
@@ -88,33 +86,34 @@ class Forward:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "NUM_SMS", 1 + self.by_pairs)
             patch.setattr(scheduling, "_MOST_ROUNDS", 10_000)  # four times what any call takes without a bug
-            forward.check(call, draw, program, lags, by_pairs=self.by_pairs)
+            forward.check(call, draw, program, lags, by_pairs=self.by_pairs, capability=self.capability)
 
 
 class Backward:
     """A backward kernel; one CTA, or a pair, has all tiles, but where turns are what matters."""
 
-    def __init__(self, bugs: Bugs, calls: Calls, kernel: str):
-        self.bugs, self.calls, self.kernel = bugs, calls, kernel
+    def __init__(self, bugs: Bugs, calls: Calls, kernel: str, capability: tuple[int, int] = B200):
+        self.bugs, self.calls, self.kernel, self.capability = bugs, calls, kernel, capability
         self.by_pairs = kernel.startswith("BackwardPair")
 
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, backward_schedule(config))
+        return Code(code_for(config).ptx, self.kernel, pass_of(config).schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
         inputs, spec = common.as_given(call)
         layout = cute_backend._layout(over_scores(inputs), inputs.bias)
         shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
-        config = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
+        config = plan_backward(common.architecture_of(self.capability), spec, shapes, 1).config
         return paired(config) if self.by_pairs else config
 
     def check(self, name: str, call: Call, draw: random.Random, program: Program, lags: Lagging) -> None:
         """The results of a call."""
         num_ctas = (1 + self.by_pairs) * (1 + (name == "turns"))
-        backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
+        backend = Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs, capability=self.capability)
+        backward.check(call, backend)
 
 
 class BiasGradient:
@@ -127,7 +126,7 @@ class BiasGradient:
     @functools.cache
     def code(config: Any) -> Code:
         """Code of a configuration."""
-        return Code(code_for(config).ptx, "BiasGradient", bias_gradient_schedule(config))
+        return Code(code_for(config).ptx, "BiasGradient", pass_of(config).schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
@@ -252,6 +251,30 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "number": lambda: plain([100], [100], bias=()),
         },
     ),
+    "Hopper forward": Forward(
+        TABLES["Hopper forward"],
+        {
+            "long": lambda: plain([130], [700]),  # more blocks than stages
+            "tiles": lambda: plain([130], [100], nheads=3),
+        },
+        "ForwardSm90",
+        H100,
+    ),
+    "Hopper backward": Backward(
+        TABLES["Hopper backward"],
+        {
+            "steps": lambda: plain([300], [100]),  # more blocks of queries than stages
+            "turns": lambda: plain([130], [300]),
+        },
+        "BackwardCtaSm90",
+        H100,
+    ),
+    "Hopper clusters": Backward(
+        TABLES["Hopper clusters"],
+        {"steps": lambda: of_d256([200], [100])},
+        "BackwardClusterSm90",
+        H100,
+    ),
 }
 PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]
 EXECUTED = [bug for _, _, bug in PLANTED[::EVERY] if not bug.lint]
@@ -313,7 +336,9 @@ def test_without_a_bug(kernel: str, name: str, all_bugs: bool) -> None:
 def test_the_tables() -> None:
     """They are in the docs as they are here."""
     assert KERNELS.keys() == TABLES.keys()
-    assert min(len([bug for each, _, bug in PLANTED if each == kernel]) for kernel in KERNELS) >= 10
+    for kernel in KERNELS:
+        least = 7 if kernel.startswith("Hopper") else 10
+        assert len([bug for each, _, bug in PLANTED if each == kernel]) >= least
     assert len({(kernel, bug.text) for kernel, _, bug in PLANTED}) == len(PLANTED)
     old = PAGE.read_text()
     assert page(old, *TABLES.values(), LAUNCHES) == old, "python -m lab.bugs writes it"

@@ -1,0 +1,102 @@
+"""Bugs of Hopper's kernels: forward, backward up to d = 128, and backward by clusters above."""
+
+from lab.bugs.code import PARITY, STRIDE, B, arrivals, find, uncounted, waits
+from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs
+
+_PRODUCER, _STORING, _MMA = 0, 1, 4  # warps: the first of a role
+_GRADIENTS, _SUMS = 8, 12  # of a cluster's CTAs
+_SECOND_LAGS, _LAST_LAGS = frozenset(range(8, 12)), frozenset({11})  # of a CTA's mma warps: a warpgroup, a warp
+_SCORES_LAG, _SUMS_LAG = frozenset(range(4, 8)), frozenset(range(12, 16))
+
+_FENCES, _WAITS = find(_MMA, "wgmma.fence", 7), find(_MMA, "wgmma.wait_group", 6)
+_OF_BACKWARD = find(_MMA, "wgmma.wait_group", 6)
+_READ = find(_STORING, "cp.async.bulk.wait_group.read", 4)
+
+HOPPER_FORWARD: Bugs = {
+    "missing wait": (
+        Bug("scores are begun before K is there", waits(_MMA, "k.full", 3).left_out(), "long", LOADS_LAG),
+        Bug("outputs are begun before V is there", waits(_MMA, "v.full", 2).left_out(), "long", LOADS_LAG),
+        Bug("scores are read while they are computed", _WAITS[0].left_out(), "long"),
+        Bug("O is rescaled while a product adds to it", _WAITS[2].left_out(), "long"),
+        Bug(
+            "O's place is written before TMA has read it",
+            find(_MMA, "cp.async.bulk.wait_group", 2)[0].left_out(),
+            "tiles",
+            STORES_LAG,
+        ),
+    ),
+    "missing fence": (
+        Bug("scores and P have no fence of registers", _FENCES[1].left_out(), "long"),
+        Bug(
+            "O is stored in shared memory without a proxy fence",
+            find(_MMA, "fence.proxy.async").left_out(),
+            "tiles",
+            lint="proxy",
+        ),
+    ),
+    "wrong phase": (
+        Bug("K's producer waits for the other phase", waits(_PRODUCER, "k.empty").flipped(PARITY), "long"),
+        Bug("V is awaited in the other phase", waits(_MMA, "v.full", 2).flipped(PARITY), "long"),
+    ),
+    "wrong count": (Bug("a warp fewer releases K", uncounted("k.empty", 1, _PRODUCER), "long"),),
+    "wrong descriptor": (
+        Bug(
+            "groups of eight keys are further apart",
+            find(_MMA, "wgmma.mma_async", 16, having=r"n128k16")[:4].flipped(B, 1 << STRIDE),
+            "long",
+        ),
+    ),
+}
+
+HOPPER_BACKWARD: Bugs = {
+    "missing wait": (
+        Bug("scores are begun before Q is there", waits(_MMA, "q.full").left_out(), "steps", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(_MMA, "do.full").left_out(), "steps", LOADS_LAG),
+        Bug("dQ is begun before all of dS is there", waits(_MMA, "ds.full", 2).left_out(), "steps", _SECOND_LAGS),
+        Bug("dP is read while it is computed", _OF_BACKWARD[1].left_out(), "steps"),
+        Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), "steps", STORES_LAG),
+        Bug(
+            "a turn is passed on before dQ is added",
+            find(_STORING, "cp.async.bulk.wait_group", 2, having=r"group\s").left_out(),
+            "turns",
+            STORES_LAG,
+        ),
+    ),
+    "missing fence": (
+        Bug(
+            "dS is stored without a proxy fence",
+            arrivals(_MMA, "ds.full").ahead("fence.proxy.async").left_out(),
+            "steps",
+            lint="proxy",
+        ),
+    ),
+    "wrong phase": (
+        Bug("Q's producer waits for the other phase", waits(_PRODUCER, "q.empty").flipped(PARITY), "steps"),
+    ),
+    "wrong count": (Bug("a warp fewer releases Q", uncounted("q.empty", 1, _PRODUCER), "steps", WARPGROUPS_LAG),),
+}
+
+HOPPER_CLUSTER: Bugs = {
+    "missing wait": (
+        Bug("dQ is begun before the other CTA's dS is there", waits(_SUMS, "ds.full").left_out(), "steps", LOADS_LAG),
+        Bug("dS is sent where dQ still reads it", waits(_GRADIENTS, "ds.empty").left_out(), "steps", _SUMS_LAG),
+        Bug("P is read before it is stored", waits(_GRADIENTS, "p.full").left_out(), "steps", _SCORES_LAG),
+        Bug(
+            "a CTA ends while the other one reaches it",
+            find(_SUMS, "barrier.cluster", 4)[2:].left_out(),
+            "steps",
+        ),
+    ),
+    "missing fence": (
+        Bug(
+            "dS is sent without a proxy fence",
+            find(_GRADIENTS, "fence.proxy.async", 2)[0].left_out(),
+            "steps",
+            lint="proxy",
+        ),
+    ),
+    "wrong phase": (
+        Bug("Q's producer waits for the other phase", waits(_PRODUCER, "q.empty").flipped(PARITY), "steps"),
+    ),
+    "wrong count": (Bug("a warp fewer releases dO", uncounted("do.empty", 1, _PRODUCER), "steps", _LAST_LAGS),),
+}
