@@ -269,12 +269,13 @@ def test_the_last_looks_are_compared_and_no_others(monkeypatch: pytest.MonkeyPat
     assert [plan.max_seqlens[0] for _, plan in last] == list(range(19, 11, -1))
 
 
-# Python functions of the package that a call runs, on any machine; a few are between them and the next record.
-MOST_FUNCTIONS = {"no_grad": 22, "recording": 24, "backward": 10}
+# As many as there are.
+MOST_FUNCTIONS = {"no_grad": 14, "recording": 16, "backward": 6}
 
 
 def test_host_work_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of this package that a repeated call enters: a noise-free measure of its time on the host."""
+    torch.use_deterministic_algorithms(False)  # which would have new memory filled
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_attn_cute import flash_attn_func
-from flash_attn_cute.backends.cute import backend
+from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from tests.lib import checks, rehearsal
@@ -16,7 +16,7 @@ def test_a_rehearsal_notes_kernels_and_compares_nothing(monkeypatch: pytest.Monk
     """Each configuration is there once, none is compiled, and this machine's backends are as before."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(backend, "next_tile", lambda: torch.zeros(3, dtype=torch.int32))
+    monkeypatch.setattr(counters, "next_tile", lambda *_: torch.zeros(3, dtype=torch.int32))
     before, compiled = dict(dispatch.BACKENDS), cache.compile_count()
 
     def call() -> None:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.backends.cute import backend as cute
+from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import warm
@@ -232,7 +231,7 @@ def test_kernels_are_compiled_ahead(name: str, monkeypatch: pytest.MonkeyPatch) 
     gpu = SimpleNamespace(multi_processor_count=architecture.num_sms, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(cute, "next_tile", lambda: None)
+    monkeypatch.setattr(counters, "next_tile", lambda *_: None)
 
     def note(configs: list[Any], jobs: int) -> list[warm.Warmed]:
         compiled.append(configs)

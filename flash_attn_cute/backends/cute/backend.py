@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
-from flash_attn_cute.backends.cute import plan, selection
-from flash_attn_cute.backends.cute.counters import next_tile
+from flash_attn_cute.backends.cute import counters, plan, selection
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
@@ -350,7 +349,7 @@ class CuteBackend:
                 mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
                 mBias=inputs.bias,
                 mWorkspace=workspace,
-                mNextTile=next_tile() if launch.takes_tiles else None,
+                mNextTile=counters.next_tile() if launch.takes_tiles else None,
                 blocks=_rows_of(inputs, launch.plan.config),
                 mIntervals=_seen(inputs, 0),
                 numbers=launch.plan.numbers,
@@ -401,7 +400,7 @@ class CuteBackend:
             mSeqUsedK=None if inputs.seqused_k is None else compact(inputs.seqused_k),
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
-            mNextTile=next_tile(),
+            mNextTile=counters.next_tile(),
             **_columns_of(inputs, launch.plan.config),
             numbers=launch.plan.numbers,
         )

@@ -20,13 +20,14 @@ class _Counters(threading.local):
 _counters = _Counters()
 
 
-def next_tile() -> Tensor:
-    """Counters for a launch on the current device and stream, int32.
+def next_tile(device: int | None = None) -> Tensor:
+    """Counters for a launch on the current device, whose index may be given, and the current stream, int32.
 
     They are 0, and 0 again after each kernel, so they serve all kernels of a stream. A graph may be replayed beside its
     stream, and gets counters of its own.
     """
-    device = torch.cuda.current_device()
+    if device is None:
+        device = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         return _new(device)
     key = device, torch._C._cuda_getCurrentRawStream(device)  # without making a Stream of it

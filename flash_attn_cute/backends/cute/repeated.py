@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute.counters import next_tile
+from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, fits
 from flash_attn_cute.backends.packing import dense_has_fully_masked, may_have_fully_masked
 from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
@@ -23,14 +23,17 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results, residu
 _ALLOCATORS: dict[str, Callable[..., Tensor]] = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}
 
 
-def _allocator(device: torch.device) -> Callable[..., Tensor]:
-    """Makes a tensor on the current device, which this is, of a shape, strides and a dtype.
+def _allocators(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Two functions that make tensors of a shape, strides and a dtype on a device, which is the current one.
 
-    Where PyTorch fills new memory (``torch.use_deterministic_algorithms``), so does this.
+    The first leaves memory as it is. The second fills it as PyTorch does under ``torch.use_deterministic_algorithms``:
+    ``torch._C._get_deterministic_algorithms()`` is the index of the one to take.
     """
-    if torch._C._get_deterministic_algorithms():
-        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return _ALLOCATORS[device.type]
+
+    def filled(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return _ALLOCATORS[device.type], filled
 
 
 def has_forward(spec: AttentionSpec, like: AttentionInputs) -> bool:
@@ -74,6 +77,7 @@ class RepeatedForward:
         """
         self._launch = launch
         self._device = like.q.device
+        self._index, self._allocators = self._device.index, _allocators(self._device)
         rows = tuple(like.q.shape[:-1])
         self._out = _contiguous((*rows, spec.head_dim_v), spec.dtype)
         self._lse = _contiguous(like.lse_shape, torch.float32)
@@ -83,12 +87,12 @@ class RepeatedForward:
 
     def __call__(self, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
-        if torch.cuda.current_device() != self._device.index:
+        if torch.cuda.current_device() != self._index:
             with torch.cuda.device(self._device):
                 return self(inputs)
         q, k, v, offsets_q, offsets_k, used_q, used_k, sink, *_ = inputs
         kernel, plan, takes_tiles = self._launch
-        empty = _allocator(self._device)
+        empty = self._allocators[torch._C._get_deterministic_algorithms()]
         out, lse = empty(*self._out), empty(*self._lse)
         residual = None if self._residual is None else empty(*self._residual)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -110,7 +114,7 @@ class RepeatedForward:
                 None,  # mMask
                 None,  # mBias
                 None,  # mWorkspace
-                next_tile() if takes_tiles else None,
+                counters.next_tile(self._index) if takes_tiles else None,
                 NO_BLOCKS,
                 None,  # mIntervals
                 plan.numbers,
@@ -132,20 +136,21 @@ class RepeatedBackward:
         """
         self._launch, self._general = launch, general
         self._device = like.inputs.q.device
-        self._window_right = like.spec.window_right
+        self._index, self._allocators = self._device.index, _allocators(self._device)
+        self._window_right = like.spec.window_right if like.spec.packed else None
         self._grads = [_contiguous(tuple(x.shape), x.dtype) for x in like.inputs[:3]]
         self._workspace = _contiguous((launch.plan.workspace_size,), torch.uint8)
 
     def __call__(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
         _, inputs, out, lse, dout, dlse, residual, *_ = call
-        if may_have_fully_masked(inputs, self._window_right):
+        if self._window_right is not None and may_have_fully_masked(inputs, self._window_right):
             return self._general(call)
-        if torch.cuda.current_device() != self._device.index:
+        if torch.cuda.current_device() != self._index:
             with torch.cuda.device(self._device):
                 return self(call)
         q, k, v, offsets_q, offsets_k, used_q, used_k, *_ = inputs
-        empty, (of_q, of_k, of_v) = _allocator(self._device), self._grads
+        empty, (of_q, of_k, of_v) = self._allocators[torch._C._get_deterministic_algorithms()], self._grads
         dq, dk, dv, workspace = empty(*of_q), empty(*of_k), empty(*of_v), empty(*self._workspace)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16:
             q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
@@ -170,7 +175,7 @@ class RepeatedBackward:
                 used_k,
                 None,  # mMask
                 None,  # mBias
-                next_tile(),
+                counters.next_tile(self._index),
                 NO_BLOCKS,
                 None,  # mLaunchOrder
                 None,  # mContributors

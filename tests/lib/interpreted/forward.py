@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
 from flash_attn_cute.kernels.registry import Architecture
@@ -91,7 +92,7 @@ def results_of(
     inputs, spec = as_given(call)
     spec = spec._replace(**asked)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
+        patch.setattr(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32))
         backend = Interpreted(by_pairs=by_pairs, capability=capability, draw=draw, changed=changed, lagging=lagging)
         return backend._forward(spec, inputs)
 
