@@ -177,7 +177,7 @@ def explain(
             need_dbias = bias is not None and bias.requires_grad
             left = call.block_mask
             if left is not None and left.selection_block:
-                passes = chosen.planned_selection(spec, inputs, num_sms, left.selection_shape), None
+                passes = chosen.planned_selection(spec, inputs, num_sms, left.selection_shape)
             else:
                 blocks = None if left is None else (left.sizes[:2], left.order_sets)
                 passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)

@@ -28,6 +28,7 @@ from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = get_args(PassName)
+_SELECTIONS = "selection", "selection_backward"
 LAYOUTS = ("dense", "packed")
 FEATURES = tuple(word for word in words() if word not in ("packed", "left", "right"))  # which have options of their own
 _ARCHITECTURES = registry.ARCHITECTURES
@@ -90,11 +91,11 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
                 contentions = (False, True) if features.block_mask else (False,)
                 cases = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), windows, contentions)
                 options = [{"keys": keys, "window": w, "low_contention": low} for keys, w, low in cases]
-            elif name == "selection":
+            elif name in _SELECTIONS:
                 if max(d, d_v) > HEAD_DIMS[-1]:
-                    raise ValueError(f"--head-dims: expected at most {HEAD_DIMS[-1]} for selection, got {max(d, d_v)}")
-                sizes = itertools.product(chosen.groups, BLOCKS)
-                options = [{"group": group, "block": block} for group, block in sizes]
+                    raise ValueError(f"--head-dims: expected at most {HEAD_DIMS[-1]} for {name}, got {max(d, d_v)}")
+                blocks = [{"block": block} for block in BLOCKS] if name == "selection" else [{}]
+                options = [{"group": group, **block} for group in chosen.groups for block in blocks]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 
@@ -105,7 +106,7 @@ def _passes(chosen: argparse.Namespace) -> list[Any]:
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:
         raise ValueError(f"--passes: expected some of {', '.join(has)} for {chosen.architecture}, got {missing[0]}")
-    return [name for name in PASSES if name in (chosen.passes or has.keys() - {"selection"})]
+    return [name for name in PASSES if name in (chosen.passes or has.keys() - set(_SELECTIONS))]
 
 
 def _on_all_gpus(name: str) -> list[registry.Architecture]:

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pass: expected one of {', '.join(architecture.passes)}, got {chosen.pass_name}", file=sys.stderr)
         return 2
     d, d_v = chosen.d, chosen.d_v or chosen.d
-    widest = HEAD_DIMS[-1] if chosen.pass_name == "selection" else architecture.max_head_dim
+    widest = HEAD_DIMS[-1] if chosen.pass_name.startswith("selection") else architecture.max_head_dim
     if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
         print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)
         return 2

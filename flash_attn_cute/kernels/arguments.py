@@ -49,6 +49,7 @@ FLOAT, INT = Kind("Float32"), Kind("Int32")
 MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
 BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
 RESULT = replace(ROWS, float32_if="features.wide")
+SUMS = Kind("Float32", rank=4, align=16)  # of rows
 RESIDUAL = Kind("Int8", rank=4, align=16)
 BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
@@ -264,6 +265,29 @@ class SelectionArguments(NamedTuple):
     mEntries: Annotated[Any, Argument(INTS)]  # (sets, picks), flattened: numbers of picks, by columns
     mItems: Annotated[Any, Argument(replace(INTS, align=16))]  # (items, sets, 4), flattened: ``sm90.selection.Item``
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.workspace_parts``
+    numbers: SelectionNumbers
+
+
+class SelectionBackwardArguments(NamedTuple):
+    """Arguments of a backward pass in which each query selects key blocks, in launches as the forward pass has them."""
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mV: Annotated[Any, _ROWS]
+    mO: Annotated[Any, _ROWS]
+    mdO: Annotated[Any, _ROWS]
+    mLSE: Annotated[Any, _ROW_NUMBERS]
+    mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]
+    mdQ: Annotated[Any, _ROWS]
+    mdK: Annotated[Any, Argument(SUMS)]  # of all launches so far; this one adds to them
+    mdV: Annotated[Any, Argument(SUMS)]
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mColumns: Annotated[Any, Argument(INTS)]  # as in ``SelectionArguments``
+    mEntries: Annotated[Any, Argument(INTS)]
+    mItems: Annotated[Any, Argument(replace(INTS, align=16))]
+    mItemSpans: Annotated[Any, Argument(INTS)]  # (sets, columns + 1), flattened: the first item of each column
+    mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.backward_workspace_parts``
     numbers: SelectionNumbers
 
 

@@ -14,10 +14,11 @@ from flash_attn_cute.kernels.arguments import (
     BiasGradientArguments,
     ForwardArguments,
     SelectionArguments,
+    SelectionBackwardArguments,
 )
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
-from flash_attn_cute.kernels.sm90.selection_config import selection_config
+from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100 import config as sm100
 
 if TYPE_CHECKING:
@@ -106,6 +107,12 @@ ARCHITECTURES = {
                     "sm90.selection:SelectionSm90",
                     SelectionArguments,
                     "sm90.selection_schedule:selection_schedule",
+                ),
+                "selection_backward": Pass(
+                    selection_backward_config,
+                    "sm90.backward.selection:SelectionBackwardSm90",
+                    SelectionBackwardArguments,
+                    "sm90.backward.selection_schedule:selection_backward_schedule",
                 ),
             },
         ),

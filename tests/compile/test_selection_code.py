@@ -8,7 +8,7 @@ import pytest
 
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
-from flash_attn_cute.kernels.sm90.selection_config import selection_config
+from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from tests.lib.compiled import machine_code
 from tests.lib.tiers import tiered
 
@@ -34,3 +34,28 @@ def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
     assert "UTMASTG" in sass
     for instruction in ("LDG", "STG"):
         assert re.search(rf"\b{instruction}\.E\.128", merging)
+
+
+_BACKWARD_EVERYTHING = dict.fromkeys(("packed", "left", "right", "softcap", "dlse"), True)
+BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"d{d}": {"d": d, "right": True} for d in HEAD_DIMS},
+    **{f"group{group}": {"group": group} for group in (1, 4, 64)},
+    **{f"d{d}-everything": {"d": d, "dtype": "float16", **_BACKWARD_EVERYTHING} for d in HEAD_DIMS},
+    "d64-dv128": {"d": 64, "d_v": 128},
+}
+
+
+@pytest.mark.parametrize("options", tiered(BACKWARD_CONFIGS, "d128", values=True))
+def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16} | options
+    dtype, d, group = (given.pop(name) for name in ("dtype", "d", "group"))
+    chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group)
+    code = machine_code(chosen, tmp_path)
+    (sass,) = code["SelectionBackward"]
+    # S, dP, then dV, dK and dQ, of 64 rows and keys each.
+    products = chosen.tile_d // 16, chosen.tile_dv // 16, 4, 4, chosen.tile_d // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == sum(products)
+    assert "UTMALDG" in sass
+    around = ("SelectionPreprocess", "SelectionQueryGradients", "SelectionKeyGradients")
+    for kernels in (code[name] for name in around):
+        assert re.search(r"\bLDG\.E\.128", kernels[0])

@@ -8,7 +8,7 @@ import torch
 
 from flash_attn_cute.backends.cute import selection
 from tests.lib.checks import bitwise_equal, random_call
-from tests.lib.interpreted.selection import check, results_of
+from tests.lib.interpreted.selection import check, check_gradients, results_of
 from tests.lib.masks import random_selection, with_selection
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
@@ -55,6 +55,31 @@ def test_late_engines(late: str) -> None:
     """Nothing is read before it has come, or overwritten before it has been read."""
     call, rng = drawn(CASES["many-tiles"], 0)
     check(call, rng, lagging=frozenset({late}))
+
+
+BACKWARD = [name for name in CASES if name not in ("packed", "no-keys")]  # in which are sinks
+GRADIENTS: dict[str, dict[str, Any]] = {name: CASES[name] for name in BACKWARD}
+GRADIENTS["packed-softcap"] = CASES["packed"] | {"sink": False}
+GRADIENTS["no-keys"] = CASES["no-keys"] | {"sink": False}
+
+
+@pytest.mark.parametrize("options", tiered(GRADIENTS, "causal", values=True))
+def test_gradients(options: dict[str, Any]) -> None:
+    check_gradients(*drawn(options, 0), through_lse=True)
+
+
+@pytest.mark.parametrize("late", ["loads", pytest.param("products", marks=pytest.mark.slow), "warpgroups"])
+def test_late_engines_of_gradients(late: str) -> None:
+    call, rng = drawn(CASES["many-tiles"], 0)
+    check_gradients(call, rng, lagging=frozenset({late}))
+
+
+@pytest.mark.slow
+def test_gradients_of_launches_for_some_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "causal": True}, 0)
+    for bound in (50_000, 20_000):  # two units, and some rows of one
+        monkeypatch.setattr(selection, "_WORKSPACE", bound)
+        check_gradients(call, rng)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 7])

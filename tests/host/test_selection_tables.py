@@ -1,5 +1,6 @@
 """Tables of selections for kernels that go over key blocks, against loops over queries; and how launches are cut."""
 
+import itertools
 import random
 from typing import Any
 
@@ -46,6 +47,10 @@ def listed_picks(
     """Picks of a set's items, likewise; each item has picks of one column, ascending."""
     found = []
     entries, items = tables.entries.view(sets, -1)[which], tables.items.view(sets, -1, ITEM_FIELDS)[which]
+    spans = tables.item_spans.view(sets, -1)[which].tolist()
+    assert all((items[a:b, 3] == items[a, 3]).all() for a, b in itertools.pairwise(spans) if a < b)
+    assert spans[0] == 0
+    assert (items[spans[-1] :, 1] == 0).all()
     for start, stop, sequence, first_key in items.tolist():
         own = entries[start:stop].tolist()
         assert len(own) <= item_picks

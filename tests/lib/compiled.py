@@ -90,7 +90,8 @@ def class_name(function: str) -> str:
     """Name of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
     names = "Forward|ForwardHalfBlocks|ForwardPair|BackwardCta|BackwardHalfBlocks|BackwardCluster|BackwardTwoPass"
     names += "|BackwardPair|BackwardPairTwoPass|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists"
-    names += "|PieceTiles|BlockTiles|KeyRanges|Selection|SelectionMerge"
+    names += "|PieceTiles|BlockTiles|KeyRanges|Selection|SelectionMerge|SelectionBackward"
+    names += "|SelectionPreprocess|SelectionQueryGradients|SelectionKeyGradients"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]
     return found[1]

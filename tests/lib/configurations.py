@@ -5,7 +5,7 @@ from typing import Any
 
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90 import config as sm90
-from flash_attn_cute.kernels.sm90.selection_config import selection_config
+from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100.config import (
     TARGETS,
     BackwardConfig,
@@ -89,6 +89,7 @@ DESCRIBED: dict[str, Any] = {
     ),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm90-selection-two-warpgroups": selection_config("float16", 64, 128, Features(packed=True), block=128),
+    "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
     "sm100-forward-O-in-Q": chosen(192, 128, right=True),

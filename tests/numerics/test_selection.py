@@ -239,7 +239,8 @@ def test_kernels_that_have_not_run_on_a_gpu_serve_those_who_name_them() -> None:
     named = on_meta(gpu="sm90", backend="sm90")
     assert named.backend == "sm90"
     assert named.forward.config.pass_name == "selection"
-    assert named.backward is None
+    assert named.backward.config.pass_name == "selection_backward"
+    assert named.backward.deterministic
 
 
 @pytest.mark.parametrize(
@@ -262,8 +263,8 @@ def test_kernels_refuse_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuteBackend, "is_made_for", lambda self, device: True)
     q = torch.randn(1, 64, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = BlockMask.from_selection(torch.zeros(1, 1, 64, 1, dtype=torch.int32), block=64, seqlen_k=64)
-    with pytest.raises(ValueError, match=r"computes gradients of this call, got 'sm90', which cannot: key blocks sel"):
-        flash_attn_func(q, q, q, block_mask=mask, backend="sm90")
+    with pytest.raises(ValueError, match=r"computes gradients of this call, got 'sm90', which cannot: learnable_si"):
+        flash_attn_func(q, q, q, block_mask=mask, learnable_sink=torch.zeros(1), backend="sm90")
 
 
 INDICES = torch.zeros(1, 2, 6, 2, dtype=torch.int64)

@@ -17,6 +17,7 @@ from flash_attn_cute.backends.cute import counters, plan, selection
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, compact
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
+from flash_attn_cute.backends.cute.selection_tables import in_halves
 from flash_attn_cute.backends.packing import (
     as_one_batch,
     as_packed,
@@ -77,6 +78,7 @@ class CuteBackend:
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
         self._prepare_bias_gradient = functools.lru_cache(maxsize=1024)(self._plan_bias_gradient)
         self._prepare_selection = functools.lru_cache(maxsize=1024)(self._plan_selection)
+        self._prepare_selection_backward = functools.lru_cache(maxsize=1024)(self._plan_selection_backward)
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -112,7 +114,9 @@ class CuteBackend:
 
     def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
         """See ``Backend.lacks_gradients``."""
-        return (Feature.SELECTION.value,) if spec.selection_block else ()
+        return (
+            (f"{Feature.SINK.value} beside BlockMask.from_selection",) if spec.selection_block and spec.has_sink else ()
+        )
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
@@ -165,15 +169,20 @@ class CuteBackend:
 
     def planned_selection(
         self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, selected: tuple[int, ...]
-    ) -> PassPlan | None:
-        """The first launch of a forward pass in which each query selects key blocks, of tensors as in ``planned``.
+    ) -> tuple[PassPlan | None, PassPlan | None]:
+        """The first launches of both passes in which each query selects key blocks, of tensors as in ``planned``.
 
         ``selected`` is the shape of the selected blocks, (batch, heads, rows, top). None where nothing is launched.
         """
         if not (inputs.q.numel() and inputs.k.numel()):
-            return None
-        shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0)
-        return _for_people(selection.plan_selection(self.architecture, spec, shapes, selected, num_sms))
+            return None, None
+        shapes, backward = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0), None
+        forward = _for_people(selection.plan_selection(self.architecture, spec, shapes, selected, num_sms))
+        if not self.lacks_gradients(spec):
+            *sets, top = selected
+            halves = *sets, top * spec.selection_block // HALF
+            backward = selection.plan_selection_backward(self.architecture, spec, shapes, halves, num_sms)
+        return forward, None if backward is None else _for_people(backward)
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
@@ -283,6 +292,8 @@ class CuteBackend:
             dout = zeroed(dout, sees(seen.keys))
             found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, residual, need_dbias, need_dsink))
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
+        if spec.selection_block:
+            return self._backward_selected(call)
         inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
         # Twice as fast as new_empty.
@@ -321,6 +332,23 @@ class CuteBackend:
             sums = sum_by_documents(weights, done.first_rows()) if spec.packing_invariant else weights.sum(1)
             dsink = sums.neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
+
+    def _backward_selected(self, call: BackwardCall) -> Gradients:
+        """Gradients of a call in which each query selects key blocks; larger ones are cut into such of 64 keys."""
+        spec, inputs, num_sequences = call.spec, call.inputs, _num_sequences(call.inputs)
+        dq, dk, dv = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
+        )
+        grads = Gradients(dq, dk, dv)
+        if not (dq.numel() and dk.numel()) or (spec.packed and not num_sequences):
+            return Gradients(*(x.zero_() for x in grads[:3]))
+        while spec.selection_block > HALF:
+            inputs, spec = in_halves(inputs), spec._replace(selection_block=spec.selection_block // 2)
+        assert inputs.selected is not None
+        shapes = dq.shape, dk.shape, num_sequences, inputs.selected.shape
+        launch = self._prepare_selection_backward(spec, *shapes, call.dlse is not None, dq.device)
+        selection.launch_backward(launch.kernel, launch.plan, call._replace(spec=spec, inputs=inputs), grads)
+        return grads
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -491,6 +519,20 @@ class CuteBackend:
         architecture, num_sms = self._architecture_on(device), _num_sms(device)
         return self._launch_of(selection.plan_selection(architecture, spec, shapes, selected, num_sms))
 
+    def _plan_selection_backward(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        num_sequences: int,
+        selected: torch.Size,
+        has_dlse: bool,
+        device: torch.device,
+    ) -> "_Launch":
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0, has_dlse)
+        architecture, num_sms = self._architecture_on(device), _num_sms(device)
+        return self._launch_of(selection.plan_selection_backward(architecture, spec, shapes, selected, num_sms))
+
     def _launch_of(self, planned: Any) -> "_Launch":
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
@@ -560,7 +602,7 @@ def _takes_tiles(config: Any) -> bool:
 
 
 def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | selection.SelectionPlan) -> PassPlan:
-    config, is_forward = planned.config, not isinstance(planned, plan.BackwardPlan)
+    config, is_ordered = planned.config, not isinstance(planned, plan.BackwardPlan)
     return PassPlan(
         packed=config.features.packed,
         tile_m=config.tile_m,
@@ -568,7 +610,7 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | selection.Select
         stages=getattr(config, "stages", None),
         cluster=config.ctas_a_tile,
         persistent=_takes_tiles(config),
-        deterministic=is_forward or config.features.deterministic,
+        deterministic=is_ordered or config.features.deterministic,
         workspace_bytes=planned.workspace_size,
         config=config,
         numbers=planned.numbers,

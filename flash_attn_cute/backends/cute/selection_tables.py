@@ -20,12 +20,14 @@ class SelectionTables(NamedTuple):
         columns: (set, pick): the pick's block, ``num_columns`` if it selects none or sees no key of it.
         entries: (set, pick): numbers of picks by columns, ascending in each, and behind them those of no column.
         items: (set, item, 4): first entry and that behind the last, sequence, and the first key of the block there.
+        item_spans: (set, column, and one behind the last): the first item of each column.
         real: (row,): whether a row belongs to a sequence; None of dense calls, where all do.
     """
 
     columns: Tensor
     entries: Tensor
     items: Tensor
+    item_spans: Tensor
     real: Tensor | None
 
 
@@ -57,9 +59,9 @@ def selection_tables(
     items = _items(by_column, none, item_picks)
     sequence, of_sequence = _sequence_of_columns(inputs, items.column, block)
     fields = items.start, items.stop, sequence, of_sequence * block
-    return SelectionTables(
-        columns.flatten(), order.int().flatten(), torch.stack(fields, -1).int().flatten(), keys.is_real
-    )
+    by_item = torch.stack(fields, -1)
+    tables = (x.int().flatten() for x in (columns, order, by_item, items.spans))
+    return SelectionTables._make((*tables, keys.is_real))
 
 
 class _Keys(NamedTuple):
@@ -106,6 +108,7 @@ class _Items(NamedTuple):
     column: Tensor
     start: Tensor
     stop: Tensor
+    spans: Tensor  # (set, column, and one behind the last): the first item of each column
 
 
 def _items(by_column: Tensor, none: int, item_picks: int) -> _Items:
@@ -116,13 +119,19 @@ def _items(by_column: Tensor, none: int, item_picks: int) -> _Items:
     until = ((spans.diff() + item_picks - 1) // item_picks).cumsum(-1)  # items up to each column
     number = torch.arange(num_items(picks, none, item_picks), device=by_column.device).expand(sets, -1)
     column = torch.searchsorted(until, number.contiguous(), right=True)
-    of_column = number - torch.nn.functional.pad(until, (1, 0)).gather(-1, column)
+    item_spans = torch.nn.functional.pad(until, (1, 0))
+    of_column = number - item_spans.gather(-1, column)
     stop = spans.gather(-1, (column + 1).clamp(max=none))
     start = torch.minimum(spans.gather(-1, column) + of_column * item_picks, stop)
-    is_there = column < none
-    return _Items(
-        column.where(is_there, 0), start.where(is_there, 0), torch.minimum(start + item_picks, stop).where(is_there, 0)
-    )
+    stop = torch.minimum(start + item_picks, stop)
+    return _Items._make((*(x.where(column < none, 0) for x in (column, start, stop)), item_spans))
+
+
+def in_halves(inputs: AttentionInputs) -> AttentionInputs:
+    """A selection of blocks as one of their halves: twice as many of half the keys."""
+    assert inputs.selected is not None
+    first = inputs.selected * 2
+    return inputs._replace(selected=torch.stack((first, first + 1), -1).flatten(-2))
 
 
 def _sequence_of_columns(inputs: AttentionInputs, column: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
-from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas, MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden, visible_columns
+from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, make_row_tiles, prefetch_descriptors
@@ -36,12 +35,26 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_a
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, Item, SelectionTransfers, Shared
+from flash_attn_cute.kernels.sm90.selection_transfers import (
+    COLUMNS,
+    BlockShared,
+    Item,
+    SelectionTransfers,
+    box_of_heads,
+    visible_keys,
+)
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 _BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
 _LANES = 32
+
+
+@dataclass(frozen=True)
+class _Shared(BlockShared):
+    """Shared memory and what guards it: ``selection_schedule`` describes all of it."""
+
+    sO: cute.Tensor
 
 
 class SelectionSm90(MainKernel):
@@ -63,7 +76,7 @@ class SelectionSm90(MainKernel):
         parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
         mOut = self._heads_first(parts["mOut"])
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box = self._box()
+        box = box_of_heads(self.dtype, c.group)
         tma = ForwardTiles(  # those of Q and O are of a group's heads, of one row, by some columns
             Q=make_row_tiles(load, mQ, box, (c.group, COLUMNS), ragged=False),
             K=self.memory.row_tiles(load, "sK", mK, c.features.packed),
@@ -96,12 +109,6 @@ class SelectionSm90(MainKernel):
         pointer = cute.make_ptr(self.dtype, mOut.iterator.toint(), cute.AddressSpace.gmem, assumed_align=128)
         return cute.make_tensor(pointer, layout)
 
-    def _box(self) -> cute.ComposedLayout:
-        """Layout of a group's heads by ``COLUMNS`` columns within a swizzled tile."""
-        whole = swizzled(self.dtype, COLUMNS, (TILE_ROWS, COLUMNS))
-        rows = cute.make_layout((self.config.group, COLUMNS), stride=(COLUMNS, 1))
-        return cute.make_composed_layout(whole.inner, 0, rows)
-
     @cute.kernel
     def kernel(
         self,
@@ -125,7 +132,7 @@ class SelectionSm90(MainKernel):
                 memory.init(storage)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-        shared = Shared(
+        shared = _Shared(
             **memory.tensors(storage, "entries", "sK", "sV", "sQ", "sO"),
             k_ring=memory.ring(storage, "k"),
             v_ring=memory.ring(storage, "v"),
@@ -137,9 +144,9 @@ class SelectionSm90(MainKernel):
             set_registers(schedule.role("producer").registers, schedule.threads)
             if item.start < item.stop:
                 if warp_idx == 0:
-                    self.transfers.load_block(a, unit, item, tma, shared)
+                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
                 if warp_idx < self.config.num_mma_warpgroups:
-                    self.transfers.load_queries(a, unit, item, tma, shared, warp_idx)
+                    self.transfers.load_picks(a, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
@@ -153,7 +160,7 @@ class SelectionSm90(MainKernel):
         item: cutlass.Constexpr,
         mmas: ForwardMmas,
         tO: RowTiles,
-        shared: Shared,
+        shared: _Shared,
         mLSE: cute.Tensor,
         scales: ScoreScales,
     ) -> None:
@@ -175,7 +182,7 @@ class SelectionSm90(MainKernel):
         item: Item,
         mmas: ForwardMmas,
         tO: RowTiles,
-        shared: Shared,
+        shared: _Shared,
         mLSE: cute.Tensor,
         scales: ScoreScales,
     ) -> "_Work":
@@ -221,7 +228,7 @@ class SelectionSm90(MainKernel):
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [entries[row // c.group] for row in rows]
         stored = [entries[(i + thread) % c.picks_a_tile] for i in range(0, c.picks_a_tile, _LANES)]
-        visible = self._visible(work, picks)
+        visible = visible_keys(c, work.arguments, work.item, picks)
         warpgroup.wait_group(0)
         ring.release(step)  # to the producer warp
         if const_expr(c.features.softcap):
@@ -238,17 +245,6 @@ class SelectionSm90(MainKernel):
             if thread % 4 == 0 and rows[r] // c.group < num_picks:
                 mLSE[unit_idx, picks[r], rows[r] % c.group] = lse[r] * LOG2_E
         self._store(work, stored, num_picks)
-
-    @cute.jit
-    def _visible(self, work: "_Work", picks: cutlass.Constexpr) -> cute.Tensor:
-        """Keys that the queries of this thread's rows attend to, as (first and behind the last, row)."""
-        f, n, q, k = self.config.features, work.arguments.numbers, work.item.q, work.item.k
-        window, edges = Window.of(f, work.arguments, q.length, k.length), Edges(left=f.left, right=True)
-        found = cute.make_rmem_tensor((2, len(picks)), Int32)
-        for r in cutlass.range_constexpr(len(picks)):
-            row = n.first_row + picks[r] // n.top - q.start
-            found[0, r], found[1, r] = visible_columns(row, Int32(0), k.length, window, edges)
-        return found
 
     @cute.jit
     def _store(self, work: "_Work", entries: cutlass.Constexpr, num_picks: Int32) -> None:
@@ -296,6 +292,6 @@ class _Work:
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     scales: ScoreScales
-    shared: Shared
+    shared: _Shared
     tO: RowTiles
     mLSE: cute.Tensor  # (unit, pick, head of the group), in base 2

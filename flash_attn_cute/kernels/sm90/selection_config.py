@@ -1,20 +1,20 @@
-"""Configurations of the Hopper kernel for key blocks that each query selects. Needs no cutlass."""
+"""Configurations of the Hopper kernels for key blocks that each query selects. Needs no cutlass."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
-from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS
+from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS, WARPGROUPS_BACKWARD
 from flash_attn_cute.kernels.sm90.config import Sm90Config
 
-_READ = ("packed", "left", "right", "softcap", "sink")  # features that change the kernels
+# Features that change the kernels of the forward and of the backward pass.
+_READ, _READ_BACKWARD = (("packed", "left", "right", "softcap", x) for x in ("sink", "dlse"))
 
 
 @dataclass(frozen=True)
-class SelectionConfig(Sm90Config):
-    """Configuration of the forward kernels of a selection."""
+class _SelectedConfig(Sm90Config):
+    """Fields that the configurations of both passes have."""
 
-    pass_name: ClassVar[PassName] = "selection"
     ctas_a_tile: ClassVar[int] = 1
     tile_m: ClassVar[int] = TILE_ROWS
     stages: ClassVar[int] = 2  # tiles of Q in flight, for each warpgroup
@@ -25,13 +25,13 @@ class SelectionConfig(Sm90Config):
 
     @property
     def picks_a_tile(self) -> int:
-        """Picks of a query and the block of which a tile has the rows."""
+        """Picks (a query and a block that it selects) of which a tile has the rows."""
         return TILE_ROWS // self.group
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Mma warpgroups, of a tile each; scores of 128 keys leave registers for two."""
-        return 3 if self.tile_n == BLOCKS[0] else 2
+        """Mma warpgroups, of a tile each."""
+        raise NotImplementedError
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -39,16 +39,44 @@ class SelectionConfig(Sm90Config):
         return (32, 160) if self.num_mma_warpgroups == 3 else (40, 232)
 
 
+@dataclass(frozen=True)
+class SelectionConfig(_SelectedConfig):
+    """Configuration of the forward kernels of a selection."""
+
+    pass_name: ClassVar[PassName] = "selection"
+
+    @property
+    def num_mma_warpgroups(self) -> int:
+        """Mma warpgroups; scores of 128 keys leave registers for two."""
+        return 3 if self.tile_n == BLOCKS[0] else 2
+
+
+@dataclass(frozen=True)
+class SelectionBackwardConfig(_SelectedConfig):
+    """Configuration of the backward kernels of a selection, of blocks of 64 keys: others are cut into such."""
+
+    pass_name: ClassVar[PassName] = "selection_backward"
+    num_mma_warpgroups: ClassVar[int] = WARPGROUPS_BACKWARD  # type: ignore[assignment]
+
+
 def selection_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, block: int = BLOCKS[0]
 ) -> SelectionConfig:
     """The configuration that serves a call, of blocks of so many keys and groups of so many heads."""
+    return SelectionConfig(**_fields(dtype, head_dim, head_dim_v, features, group, _READ), tile_n=block)
+
+
+def selection_backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1
+) -> SelectionBackwardConfig:
+    """The configuration that serves the backward pass of a call, of groups of so many heads."""
+    given = _fields(dtype, head_dim, head_dim_v, features, group, _READ_BACKWARD)
+    return SelectionBackwardConfig(**given, tile_n=BLOCKS[0])
+
+
+def _fields(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, group: int, read: tuple[str, ...]
+) -> dict[str, Any]:
     tile_d, tile_dv = (next(n for n in HEAD_DIMS if n >= d) for d in (head_dim, head_dim_v))
-    return SelectionConfig(
-        dtype=dtype,
-        tile_d=tile_d,
-        features=replace(Features(), **{name: getattr(features, name) for name in _READ}),
-        tile_dv=tile_dv,
-        tile_n=block,
-        group=group,
-    )
+    kept = replace(Features(), **{name: getattr(features, name) for name in read})
+    return {"dtype": dtype, "tile_d": tile_d, "features": kept, "tile_dv": tile_dv, "group": group}

@@ -4,7 +4,9 @@ import random
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute import selection
 from flash_attn_cute.backends.cute.backend import CuteBackend
@@ -12,7 +14,8 @@ from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
-from tests.lib.checks import assert_forward_close
+from tests.lib import oracle
+from tests.lib.checks import assert_close, assert_forward_close, gradients, poisoned_dout
 from tests.lib.interpreted.common import Executed, as_given
 from tests.lib.oracle import Call
 
@@ -26,10 +29,19 @@ class Interpreted(CuteBackend):
         super().__init__(ARCHITECTURES["sm90"])
         self.options = options
         self._prepare_selection = self.prepare  # type: ignore[assignment]
+        self._prepare_selection_backward = self.prepare_backward  # type: ignore[assignment]
 
     def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, selected: Any, _: Any) -> Any:
         """Plans as ``_plan_selection`` does, without a GPU."""
         plan = selection.plan_selection(self.architecture, spec, Shapes(q, k, num, 0), selected, NUM_SMS)
+        return cute_backend._Launch(Executed(plan, **self.options), plan, takes_tiles=False)
+
+    def prepare_backward(
+        self, spec: AttentionSpec, q: Any, k: Any, num: int, selected: Any, has_dlse: bool, _: Any
+    ) -> Any:
+        """Plans as ``_plan_selection_backward`` does, without a GPU."""
+        shapes = Shapes(q, k, num, 0, has_dlse)
+        plan = selection.plan_selection_backward(self.architecture, spec, shapes, selected, NUM_SMS)
         return cute_backend._Launch(Executed(plan, **self.options), plan, takes_tiles=False)
 
 
@@ -55,3 +67,30 @@ def check(
     results = results_of(call, draw, changed, lagging)
     assert_forward_close(call, results.out, results.lse)
     return results
+
+
+def check_gradients(
+    call: Call,
+    draw: random.Random,
+    lagging: interpreter.Lagging | None = None,
+    *,
+    through_lse: bool = False,
+) -> dict[str, Tensor]:
+    """Gradients of a call against the oracle's, and what stands in the padding; returns them."""
+    inputs, spec = as_given(call)
+    truth, low = call.to(torch.float64), call.to(call.q.dtype)
+    out, lse = oracle.attention(truth)
+    dout = poisoned_dout(call, out.to(call.q.dtype))
+    dlse = torch.randn(lse.shape) if through_lse else None
+    with torch.no_grad():
+        given = out.to(call.q.dtype), lse.float(), dout, dlse
+        found = Interpreted(draw=draw, lagging=lagging)._backward(BackwardCall(spec, inputs, *given))
+    expected = gradients(truth, out, lse, dout, dlse)
+    yardstick = gradients(low, *oracle.attention(low), dout, dlse)
+    size = max([1.0, *(x.abs().max().item() for x in expected.values() if x.numel())])
+    got = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+    real_q, real_k = call.real_rows()
+    for (name, x), real in zip(got.items(), (real_q, real_k, real_k), strict=True):
+        assert_close(name, x, expected[name], yardstick[name], 3.0 if call.softcap else 2.0, size)
+        assert (x[~real] == 0).all(), f"{name}: padding rows are not zero"
+    return got

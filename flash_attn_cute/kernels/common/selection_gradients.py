@@ -1,0 +1,141 @@
+"""Sums of what a selection's backward kernel leaves: dQ over the picks of a query, dK and dV over the items of a block.
+
+Both are added in an order that follows from the selection alone, and so with the same bits in every run: picks in the
+order of a query's blocks, items in the order of a block's queries.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
+from flash_attn_cute.kernels.common.lengths import rows_of
+from flash_attn_cute.kernels.common.rows import rounded, rows_first
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, WARPGROUPS_BACKWARD
+
+_THREADS = 256
+_VECTOR = 8  # columns of dQ of a thread
+_FOUR = 4  # columns of dK and dV of a thread at a time
+
+
+class SelectionQueryGradients:
+    """The kernel of dQ: so many threads a row as a tile's row has vectors of 8 columns."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.lanes = config.tile_d // _VECTOR
+
+    @cute.jit
+    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        rows = a.numbers.num_units * a.numbers.num_rows * self.config.group
+        grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]
+        self.kernel(a, parts["mdQ"]).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: SelectionBackwardArguments, mdQ: cute.Tensor) -> None:
+        """Sums up some rows."""
+        n, group = a.numbers, self.config.group
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        index = index * (_THREADS // self.lanes) + thread // self.lanes
+        row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
+        if unit_idx < n.num_units:
+            self._sum(a, mdQ, unit_idx, row, index % group, thread % self.lanes)
+
+    @cute.jit
+    def _sum(
+        self, a: SelectionBackwardArguments, mdQ: cute.Tensor, unit_idx: Int32, row: Int32, in_group: Int32, lane: Int32
+    ) -> None:
+        """Sums up a vector of a row of the launch, for a head of the group."""
+        c, n, packed = self.config, a.numbers, self.config.features.packed
+        unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
+        columns = cute.domain_offset((Int64(unit.set) * (n.num_rows * n.top) + pick,), a.mColumns)
+        dQ_of = cute.domain_offset((pick, 0), mdQ[unit_idx, None, None])
+        total = cute.make_rmem_tensor(_VECTOR, Float32)
+        total.fill(0.0)
+        for rank in cutlass.range(n.top, unroll=4):
+            if columns[rank] < n.columns:
+                add(total, cute.local_tile(dQ_of[rank, None], (_VECTOR,), (in_group * self.lanes + lane,)))
+        head, entry = unit.number * c.group + in_group, Int32(0) if const_expr(packed) else unit.batch
+        gdQ = rows_first(a.mdQ, packed)[n.first_row + row, None, head, entry]
+        if lane * _VECTOR < gdQ.shape[0]:
+            words = rounded(total, n.softmax_scale, gdQ.element_type)
+            cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gdQ, (_VECTOR,), (lane,)), Int32))
+
+
+class SelectionKeyGradients:
+    """The kernel of dK and dV: a CTA a block of keys and key head, which adds to the sums of launches before."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], num_items: Int32, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        heads = a.mK.shape[-2] * (1 if self.config.features.packed else a.mK.shape[0])
+        self.kernel(a, parts["mdK"], parts["mdV"], num_items).launch(
+            grid=[a.numbers.columns * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, a: SelectionBackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor, num_items: Int32) -> None:
+        """Sums up a block."""
+        c, n = self.config, a.numbers
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        column, index, heads = index % n.columns, index // n.columns, a.mK.shape[-2]
+        head, batch = index % heads, index // heads
+        units = a.mQ.shape[-2] // c.group  # of a batch entry
+        of_head = units // heads
+        first = batch * units + head * of_head - n.first_unit
+        for unit_idx in cutlass.range(cutlass.max(first, 0), cutlass.min(first + of_head, n.num_units), unroll=1):
+            unit = SelectedUnit.of(c, a, unit_idx)
+            spans = cute.domain_offset((unit.set * (n.columns + 1) + column,), a.mItemSpans)
+            start, stop = spans[0], spans[1]
+            if start < stop:
+                fields = cute.domain_offset(((unit.set * num_items + start) * ITEM_FIELDS,), a.mItems)
+                k = rows_of(a.mK, a.mCuSeqlensK, None, fields[2])
+                rows = cutlass.min(k.length - fields[3], c.tile_n)
+                for mX, mSums, scale in ((mdK, a.mdK, n.softmax_scale), (mdV, a.mdV, Float32(1.0))):
+                    sums = rows_first(mSums, c.features.packed)[None, None, head, batch]
+                    sums = cute.domain_offset((k.start + fields[3], 0), sums)
+                    self._add(mX[unit_idx, None, None], sums, start, stop, rows, scale, thread)
+
+    @cute.jit
+    def _add(
+        self,
+        parts: cute.Tensor,
+        sums: cute.Tensor,
+        start: Int32,
+        stop: Int32,
+        rows: Int32,
+        scale: Float32,
+        thread: Int32,
+    ) -> None:
+        """Adds items start .. stop, times a scale, to the first so many rows of the sums (rows, d)."""
+        columns = parts.shape[1] // self.config.tile_n
+        for vector in cutlass.range(thread, parts.shape[1] // _FOUR, _THREADS, unroll=1):
+            row, column = vector * _FOUR // columns, vector * _FOUR % columns
+            if row < rows and column < sums.shape[1]:
+                total = cute.make_rmem_tensor(_FOUR, Float32)
+                total.fill(0.0)
+                for part in cutlass.range(start * WARPGROUPS_BACKWARD, stop * WARPGROUPS_BACKWARD, unroll=4):
+                    add(total, cute.local_tile(parts[part, None], (_FOUR,), (vector,)))
+                target = cute.local_tile(sums[row, None], (_FOUR,), (column // _FOUR,))
+                for i in cutlass.range_constexpr(_FOUR):
+                    total[i] *= scale
+                add(total, target)
+                cute.autovec_copy(total, target)
+
+
+@cute.jit
+def add(total: cute.Tensor, vector: cute.Tensor) -> None:
+    """Adds numbers in global memory to a thread's own."""
+    numbers = cute.make_rmem_tensor(cute.size(total), Float32)
+    cute.autovec_copy(vector, numbers)
+    for i in cutlass.range_constexpr(cute.size(total)):
+        total[i] += numbers[i]

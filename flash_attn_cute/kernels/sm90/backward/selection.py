@@ -1,0 +1,366 @@
+"""Attention backward on Hopper where each query selects key blocks: key-outer, as ``sm90.selection`` is.
+
+``selection_schedule`` beside this module is the table of roles, pipelines, shared memory and steps, from which it takes
+its numbers. ``python -m flash_attn_cute.kernels describe sm90 selection_backward --d 128`` prints it.
+
+A CTA has an item: some of the picks (a query and a block that it selects) of one block of 64 keys, of the heads of one
+group. K and V stay. Each mma warpgroup takes tiles of 64 rows in turn, a pick being as many rows as heads select
+together. Rows of products are queries, so that lse and delta are two numbers a thread. P and dS go through shared
+memory, from where they are read transposed for dV and dK, whose sums stay in registers over all tiles of the item.
+
+dQ of a pick, and sums of dK and dV of a warpgroup and item, go to the workspace as float32. Kernels behind this one add
+them in a fixed order (``common.selection_gradients``): the same bits every time. One ahead computes lse in base 2 and
+delta (``common.selection_preprocess``).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
+from flash_attn_cute.kernels.common.assembly import fma, pack, set_registers
+from flash_attn_cute.kernels.common.main_kernels import MainKernel
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
+from flash_attn_cute.kernels.common.selection_preprocess import SelectionPreprocess
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, backward_workspace_parts
+from flash_attn_cute.kernels.sm90.backward.selection_schedule import selection_backward_schedule
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_columns, store_row, store_rows, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
+from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
+from flash_attn_cute.kernels.sm90.selection_transfers import (
+    COLUMNS,
+    BlockShared,
+    Item,
+    SelectionTransfers,
+    box_of_heads,
+    visible_keys,
+)
+from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+
+_BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
+
+
+class _Tma(NamedTuple):
+    """TMA tiles, by name; those of Q and dO are of a group's heads, of one row, by some columns."""
+
+    Q: RowTiles
+    K: RowTiles
+    V: RowTiles
+    dO: RowTiles
+
+
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma
+    dV: cute.TiledMma
+    dK: cute.TiledMma
+    dQ: cute.TiledMma  # of ``COLUMNS`` columns at a time
+
+
+@dataclass(frozen=True)
+class _Shared(BlockShared):
+    """Shared memory and what guards it."""
+
+    sdO: cute.Tensor
+    sP: cute.Tensor
+    sdS: cute.Tensor
+
+
+class SelectionBackwardSm90(MainKernel):
+    """The backward kernels of a selection, of one configuration."""
+
+    def __init__(self, config: SelectionBackwardConfig):
+        super().__init__(config, selection_backward_schedule(config), swizzled)
+        self.transfers = SelectionTransfers(config)
+        self.preprocess = SelectionPreprocess(config)
+        self.query_gradients = SelectionQueryGradients(config)
+        self.key_gradients = SelectionKeyGradients(config)
+
+    @cute.jit
+    def __call__(self, arguments: SelectionBackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel, a CTA an item, one ahead, and two behind."""
+        c, a, n = self.config, arguments, arguments.numbers
+        self.Storage = self.memory.struct()
+        packed = c.features.packed
+        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        mQ, mdO = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0, 3])) for x in (mQ, mdO))
+        num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
+        sizes = backward_workspace_parts(c, n.num_units, n.num_rows, n.num_rows * n.top, num_items)
+        parts = carved(a.mWorkspace, sizes, Float32)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        box = box_of_heads(self.dtype, c.group)
+        tma = _Tma(
+            Q=make_row_tiles(load, mQ, box, (c.group, COLUMNS), ragged=False),
+            K=self.memory.row_tiles(load, "sK", mK, packed),
+            V=self.memory.row_tiles(load, "sV", mV, packed),
+            dO=make_row_tiles(load, mdO, box, (c.group, COLUMNS), ragged=False),
+        )
+        scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
+        self.preprocess(a, parts, stream)
+        results = [parts[name] for name in ("mLSE", "mDelta", "mdQ", "mdK", "mdV")]
+        self.kernel(self.mmas(), tma, a, *results, num_items, scales).launch(
+            grid=[num_items * n.num_units, 1, 1],
+            block=[self.schedule.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+        self.query_gradients(a, parts, stream)
+        self.key_gradients(a, parts, num_items, stream)
+
+    def mmas(self) -> _Mmas:
+        """See ``MainKernel``."""
+        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        return _Mmas(
+            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared),
+            dV=tiled_mma(self.dtype, mn_major, mn_major, c.tile_dv, shared),
+            dK=tiled_mma(self.dtype, mn_major, mn_major, c.tile_d, shared),
+            dQ=tiled_mma(self.dtype, k_major, mn_major, COLUMNS, registers),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: _Mmas,
+        tma: _Tma,
+        a: SelectionBackwardArguments,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        num_items: Int32,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared memory, then splits into roles."""
+        schedule, memory = self.schedule, self.memory
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index, _, _ = cute.arch.block_idx()
+        unit_idx, number = index // num_items, index % num_items
+        if warp_idx == 0:
+            prefetch_descriptors(tma)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                memory.init(storage)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        shared = _Shared(
+            **memory.tensors(storage, "entries", "sK", "sV", "sQ", "sdO", "sP", "sdS"),
+            k_ring=memory.ring(storage, "k"),
+            v_ring=memory.ring(storage, "v"),
+            first_q_ring=memory.ring(storage, "q0"),
+        )
+        unit = SelectedUnit.of(self.config, a, unit_idx)
+        item = Item.of(a, unit, number, num_items)
+        if warp_idx < 4:
+            set_registers(schedule.role("producer").registers, schedule.threads)
+            if item.start < item.stop:
+                if warp_idx == 0:
+                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
+                if warp_idx < self.config.num_mma_warpgroups:
+                    loads = ((tma.Q, shared.sQ), (tma.dO, shared.sdO))
+                    self.transfers.load_picks(a, unit, item, loads, shared, warp_idx)
+        else:
+            set_registers(schedule.role("mma").registers, schedule.threads)
+            if item.start < item.stop:
+                stats = (mLSE, mDelta)
+                self.mma(a, unit_idx, number, item, mmas, shared, stats, (mdQ, mdK, mdV), scales)
+
+    @cute.jit
+    def mma(
+        self,
+        a: SelectionBackwardArguments,
+        unit_idx: Int32,
+        number: Int32,
+        item: cutlass.Constexpr,
+        mmas: _Mmas,
+        shared: _Shared,
+        stats: cutlass.Constexpr,
+        results: cutlass.Constexpr,
+        scales: ScoreScales,
+    ) -> None:
+        """An mma warpgroup: every other tile of the item, then its sums of dK and dV."""
+        c = self.config
+        work = self._work(a, unit_idx, item, mmas, shared, stats, results[0], scales)
+        shared.k_ring.wait_full(Int32(0))  # from warp 0
+        shared.v_ring.wait_full(Int32(0))
+        work.acc_dK.fill(0.0)
+        work.acc_dV.fill(0.0)
+        step, tiles = Int32(0), c.num_mma_warpgroups * c.picks_a_tile
+        for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
+            self._tile(work, cutlass.min(item.stop - first, c.picks_a_tile), step)
+            step += 1
+        part = number * c.num_mma_warpgroups + work.warpgroup
+        for acc, mX, columns in ((work.acc_dK, results[1], c.tile_d), (work.acc_dV, results[2], c.tile_dv)):
+            gX = cute.make_tensor(
+                mX[unit_idx, part, None].iterator, cute.make_layout((c.tile_n, columns), stride=(columns, 1))
+            )
+            store_rows(acc, gX, Int32(0), Int32(c.tile_n), work.thread)
+
+    def _work(
+        self,
+        a: SelectionBackwardArguments,
+        unit_idx: Int32,
+        item: Item,
+        mmas: _Mmas,
+        shared: _Shared,
+        stats: tuple[cute.Tensor, cute.Tensor],
+        mdQ: cute.Tensor,
+        scales: ScoreScales,
+    ) -> "_Work":
+        """Operands and accumulators of this mma warpgroup."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        slices = [mma.get_slice(thread) for mma in mmas]
+        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
+        sQ, sdO = (x[None, None, None, w] for x in (shared.sQ, shared.sdO))
+        sP, sdS = (x[None, None, w] for x in (shared.sP, shared.sdS))
+
+        def accumulator(i: int, columns: int) -> cute.Tensor:
+            return cute.make_rmem_tensor(slices[i].partition_shape_C((TILE_ROWS, columns)), Float32)
+
+        acc_S, acc_dP = accumulator(0, c.tile_n), accumulator(0, c.tile_n)
+        return _Work(
+            arguments=a,
+            unit_idx=unit_idx,
+            item=item,
+            warpgroup=w,
+            thread=thread,
+            mmas=mmas,
+            tSrQ=mmas.S.make_fragment_A(S.partition_A(sQ)),
+            tSrK=mmas.S.make_fragment_B(S.partition_B(shared.sK)),
+            tPrdO=mmas.S.make_fragment_A(S.partition_A(sdO)),
+            tPrV=mmas.S.make_fragment_B(S.partition_B(shared.sV)),
+            tVrP=mmas.dV.make_fragment_A(dV.partition_A(transposed(sP))),
+            tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(sdO))),
+            tKrdS=mmas.dK.make_fragment_A(dK.partition_A(transposed(sdS))),
+            tKrQ=mmas.dK.make_fragment_B(dK.partition_B(transposed(sQ))),
+            tQrK=[
+                mmas.dQ.make_fragment_B(
+                    dQ.partition_B(transposed(cute.local_tile(shared.sK, (c.tile_n, COLUMNS), (0, i))))
+                )
+                for i in range(c.tile_d // COLUMNS)
+            ],
+            sP=sP,
+            sdS=sdS,
+            acc_S=acc_S,
+            acc_dP=acc_dP,
+            acc_dV=accumulator(1, c.tile_dv),
+            acc_dK=accumulator(2, c.tile_d),
+            acc_dQ=accumulator(3, COLUMNS),
+            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            rdS=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            cS=slices[0].partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
+            scales=scales,
+            shared=shared,
+            mLSE=stats[0],
+            mDelta=stats[1],
+            mdQ=mdQ,
+        )
+
+    @cute.jit
+    def _tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
+        """A tile of so many picks, which fewer than a whole one's have copies of the last behind them: their P is 0."""
+        c, shared, n = self.config, work.shared, work.arguments.numbers
+        ring, mdQ = shared.q_ring(work.warpgroup), work.mdQ
+        together = {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
+        ring.wait_full(step)  # from the warpgroup's producer warp: Q, dO and entries
+        stage = ring.stage(step)
+        gemm(work.mmas.S, work.acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
+        gemm(work.mmas.S, work.acc_dP, work.tPrdO[None, None, None, stage], work.tPrV, is_first=True)
+        rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
+        picks = [shared.entries[row // c.group, stage, work.warpgroup] for row in rows]
+        visible = visible_keys(c, work.arguments, work.item, picks)
+        lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(2):
+            place = work.unit_idx, picks[r] // n.top, rows[r] % c.group
+            lse[r], delta[r] = work.mLSE[place], work.mDelta[place]
+            visible[1, r] = visible[1, r] if rows[r] // c.group < num_picks else Int32(0)
+        warpgroup.wait_group(1)
+        self._compute_P(work, visible, lse)
+        cute.arch.barrier(**together)  # all warps' products of the last tile have read P and dS
+        write(work.rP, work.mmas.S, work.sP, work.thread)
+        warpgroup.wait_group(0)
+        packed = cute.recast_tensor(work.rdS, Int32)
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            low, high = (work.acc_S[2 * i + j] * (work.acc_dP[2 * i + j] - delta[i % 2]) for j in range(2))
+            packed[i] = pack(low, high, self.dtype)
+        write(work.rdS, work.mmas.S, work.sdS, work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(**together)
+        gemm(work.mmas.dV, work.acc_dV, work.tVrP, work.tVrdO[None, None, None, stage], False)
+        gemm(work.mmas.dK, work.acc_dK, work.tKrdS, work.tKrQ[None, None, None, stage], False)
+        for i in cutlass.range_constexpr(c.tile_d // COLUMNS):
+            gemm(work.mmas.dQ, work.acc_dQ, as_operand_a(work.rdS), work.tQrK[i], is_first=True)
+            warpgroup.wait_group(0)
+            if const_expr(i == 0):
+                ring.release(step)  # to the producer warp
+            for r in cutlass.range_constexpr(2):
+                if rows[r] // c.group < num_picks:
+                    gX = cute.local_tile(mdQ[work.unit_idx, picks[r], None], (c.tile_d,), (rows[r] % c.group,))
+                    store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
+
+    @cute.jit
+    def _compute_P(self, work: "_Work", visible: cute.Tensor, lse: cute.Tensor) -> None:
+        """Computes P from S: rounded into rP, and in place of S times the derivative of a softcap."""
+        c, acc_S, log2 = self.config, work.acc_S, work.scales.log2
+        if const_expr(c.features.softcap):
+            cap(acc_S, work.scales.tanh)
+        mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(log2))
+        packed = cute.recast_tensor(work.rP, Int32)
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            low, high = (cute.math.exp2(fma(acc_S[2 * i + j], log2, -lse[i % 2]), fastmath=True) for j in range(2))
+            packed[i] = pack(low, high, self.dtype)
+            if const_expr(c.features.softcap):  # what is masked is infinite
+                low = low * capped_slope(acc_S[2 * i]) if low != 0.0 else Float32(0.0)
+                high = high * capped_slope(acc_S[2 * i + 1]) if high != 0.0 else Float32(0.0)
+            acc_S[2 * i], acc_S[2 * i + 1] = low, high
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An mma warpgroup's operands, accumulators and state, and where results go."""
+
+    arguments: SelectionBackwardArguments
+    unit_idx: Int32  # of the launch
+    item: Item
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup
+    mmas: _Mmas
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tSrK: cute.Tensor
+    tPrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tPrV: cute.Tensor
+    tVrP: cute.Tensor
+    tVrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tKrdS: cute.Tensor
+    tKrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tQrK: list[cute.Tensor]  # by columns of dQ
+    sP: cute.Tensor  # (row, key)
+    sdS: cute.Tensor
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dV: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dQ: cute.Tensor
+    rP: cute.Tensor  # acc_S rounded, laid out alike
+    rdS: cute.Tensor
+    cS: cute.Tensor  # coordinates of acc_S
+    scales: ScoreScales
+    shared: _Shared
+    mLSE: cute.Tensor  # (unit, row, head of the group), in base 2
+    mDelta: cute.Tensor
+    mdQ: cute.Tensor  # (unit, pick, head of the group and column)
