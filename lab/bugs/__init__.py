@@ -1,6 +1,7 @@
 """Bugs to plant in the PTX of the Blackwell and Hopper kernels, and what finds each: the lint, an execution, or both.
 
     code           a kernel's PTX, what to look for in it, and how to change it
+    implied        waits that need no bug, as others imply them
     table          what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
     launches       bugs of the code that launches the kernels
 
@@ -23,11 +24,12 @@ A module has the bugs of one kernel, or those that a variant of it adds:
 
 from lab.bugs.backward import BACKWARD
 from lab.bugs.bias import BIAS
-from lab.bugs.code import Code, arrivals, find, waits
+from lab.bugs.code import SECOND, Code, LeftOut, arrivals, find, waits
 from lab.bugs.columns import COLUMNS
 from lab.bugs.forward import FORWARD
 from lab.bugs.forward_pair import FORWARD_PAIR
 from lab.bugs.hopper import HOPPER_BACKWARD, HOPPER_CLUSTER, HOPPER_FORWARD
+from lab.bugs.implied import IMPLIED
 from lab.bugs.launches import LAUNCHES
 from lab.bugs.lists import LISTS
 from lab.bugs.pair import PAIR
@@ -54,12 +56,15 @@ TABLES: dict[str, Bugs] = {
 }
 
 __all__ = [
+    "IMPLIED",
     "LAUNCHES",
     "PAGE",
+    "SECOND",
     "TABLES",
     "Bug",
     "Bugs",
     "Code",
+    "LeftOut",
     "arrivals",
     "find",
     "page",

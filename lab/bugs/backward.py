@@ -15,14 +15,22 @@ from lab.bugs.code import (
     B,
     arrivals,
     both,
-    columns,
     commits,
     find,
     registers_kept,
     uncounted,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+from lab.bugs.table import (
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    STORES_LAG,
+    Bug,
+    Bugs,
+    columns_not_freed,
+    no_fence_after,
+    no_fence_before,
+)
 
 _DRAIN, _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
 _OTHER_COMPUTE = _COMPUTE + 4  # a warp of the other warpgroup that computes, which has dK at d = 64
@@ -40,6 +48,15 @@ _POLL = find(_ADD, "ld.acquire")
 
 BACKWARD: Bugs = {
     "missing wait": (
+        *(
+            Bug(
+                f"{role} warps read a tile before it is there",
+                waits(BACKWARD_WARPS[role][0], "tiles.full").left_out(),
+                "d64",
+                frozenset({PRODUCER}),
+            )
+            for role in ("mma", "compute", "drain", "adding")
+        ),
         Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d64", LOADS_LAG),
         Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "d64", LOADS_LAG),
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d64", LOADS_LAG),
@@ -320,76 +337,16 @@ BACKWARD: Bugs = {
             lint="init-fence",
             shows=False,
         ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between the stores of P and their arrival",
-            arrivals(_COMPUTE, "scores.empty").ahead("tcgen05.fence::before").left_out(),
-            "d64",
-            lint="fence-before",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between dS and its arrival",
-            arrivals(_COMPUTE, "dp.empty").ahead("tcgen05.fence::before").left_out(),
-            "d64",
-            lint="fence-before",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between reading dQ and giving it back",
-            arrivals(_DRAIN, "dq.empty").ahead("tcgen05.fence::before").left_out(),
-            "d64",
-            lint="fence-before",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between reading dV and giving it back",
-            arrivals(_COMPUTE, "dv.empty").ahead("tcgen05.fence::before").left_out(),
-            "d64",
-            lint="fence-before",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between dS's arrival and its products",
-            waits(MMA, "dp.empty", 2)[0].behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between the arrival of P and its product",
-            waits(MMA, "scores.empty").behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between a commit and scores that are read",
-            waits(_COMPUTE, "scores.full").behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between a commit and dP that is read",
-            waits(_COMPUTE, "dp.full").behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between a commit and dQ that is read",
-            waits(_DRAIN, "dq.full").behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between a commit and dV that is read",
-            waits(_COMPUTE, "dv.full").behind("tcgen05.fence::after").left_out(),
-            "d64",
-            lint="fence-after",
-            shows=False,
-        ),
+        no_fence_before("the stores of P and their arrival", arrivals(_COMPUTE, "scores.empty"), "d64"),
+        no_fence_before("dS and its arrival", arrivals(_COMPUTE, "dp.empty"), "d64"),
+        no_fence_before("reading dQ and giving it back", arrivals(_DRAIN, "dq.empty"), "d64"),
+        no_fence_before("reading dV and giving it back", arrivals(_COMPUTE, "dv.empty"), "d64"),
+        no_fence_after("dS's arrival and its products", waits(MMA, "dp.empty", 2)[0], "d64"),
+        no_fence_after("the arrival of P and its product", waits(MMA, "scores.empty"), "d64"),
+        no_fence_after("a commit and scores that are read", waits(_COMPUTE, "scores.full"), "d64"),
+        no_fence_after("a commit and dP that is read", waits(_COMPUTE, "dp.full"), "d64"),
+        no_fence_after("a commit and dQ that is read", waits(_DRAIN, "dq.full"), "d64"),
+        no_fence_after("a commit and dV that is read", waits(_COMPUTE, "dv.full"), "d64"),
     ),
     "missing tcgen05.wait": (
         Bug(
@@ -467,15 +424,7 @@ BACKWARD: Bugs = {
             "d64",
         ),
     ),
-    "columns": (
-        Bug("tensor memory is not freed", find(MMA, "tcgen05.dealloc").left_out(), "d64", lint="columns"),
-        Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), "d64", lint="columns"),
-        Bug(
-            "fewer columns are allocated and freed than products write",
-            both(columns(MMA, "tcgen05.alloc", 256), columns(MMA, "tcgen05.dealloc", 256)),
-            "d64",
-        ),
-    ),
+    "columns": columns_not_freed("d64"),
     "memory order": (
         Bug(
             "a turn is polled without acquiring",

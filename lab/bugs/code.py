@@ -124,10 +124,11 @@ class Found:
     """Instructions to look for, and ways to change them, each of which is a ``Change``."""
 
     look: Callable[[Code], list[Instruction]]
+    wait: tuple[int, str] | None = None  # the warp that waits by them, and for which barrier
 
     def __getitem__(self, which: int | slice) -> "Found":
         """Some of these instructions."""
-        return Found(lambda c: self.look(c)[which] if isinstance(which, slice) else [self.look(c)[which]])
+        return Found(lambda c: self.look(c)[which] if isinstance(which, slice) else [self.look(c)[which]], self.wait)
 
     def __add__(self, other: "Found") -> "Found":
         """These instructions and those of another."""
@@ -141,9 +142,9 @@ class Found:
         """Instructions of a kind that come before."""
         return Found(lambda c: [c.ahead(x, opcode) for x in self.look(c)])
 
-    def left_out(self) -> Change:
+    def left_out(self) -> "LeftOut":
         """Leaves these instructions out."""
-        return lambda c: [Edit(*c.span(x), "") for x in self.look(c)]
+        return LeftOut(self)
 
     def rewritten(self, pattern: str, replacement: str) -> Change:
         """They have another text, where a regular expression fits once."""
@@ -203,6 +204,17 @@ class Found:
         return change
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A ``Change`` that leaves instructions out."""
+
+    found: Found
+
+    def __call__(self, c: Code) -> list[Edit]:
+        """The edits."""
+        return [Edit(*c.span(x), "") for x in self.found.look(c)]
+
+
 def _rewritten(c: Code, x: Instruction, pattern: str, replacement: str) -> Edit:
     text, count = re.subn(pattern, replacement, c.text_of(x))
     if count != 1:
@@ -241,7 +253,7 @@ def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = 
 
 def waits(by: int, barrier: str, count: int = 1) -> Found:
     """Waits of a warp for an mbarrier."""
-    return find(by, "mbarrier.try_wait", count, barrier)
+    return Found(find(by, "mbarrier.try_wait", count, barrier).look, (by, barrier))
 
 
 def arrivals(by: int, barrier: str, count: int = 1) -> Found:

@@ -21,7 +21,7 @@ from lab.bugs.code import (
     uncounted,
     waits,
 )
-from lab.bugs.table import ARRIVALS_LAG, FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
+from lab.bugs.table import ARRIVALS_LAG, FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs, no_fence_before
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
@@ -37,6 +37,12 @@ _TILE_BYTES = 48  # of what is published of a tile
 
 FORWARD_PAIR: Bugs = {
     "missing wait": (
+        Bug(
+            "the second CTA's producer reads a tile before it is there",
+            waits(SECOND + PRODUCER, "tiles.full", 2).left_out(),
+            "d256",
+            frozenset({(0, PRODUCER)}),
+        ),
         Bug("scores are begun before K of both is there", waits(MMA, "k.full").left_out(), "d256", LOADS_LAG),
         Bug("scores are begun before Q of both is there", waits(MMA, "q.full").left_out(), "tiles", LOADS_LAG),
         Bug("outputs are begun before V of both is there", waits(MMA, "v.full", 2).left_out(), "d256", LOADS_LAG),
@@ -182,12 +188,8 @@ FORWARD_PAIR: Bugs = {
             "d256",
             lint="proxy",
         ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between the stores of P and their arrival in the other CTA",
-            arrivals(_SOFTMAX, "scores.empty").ahead("tcgen05.fence::before").left_out(),
-            "d256",
-            lint="fence-before",
-            shows=False,
+        no_fence_before(
+            "the stores of P and their arrival in the other CTA", arrivals(_SOFTMAX, "scores.empty"), "d256"
         ),
     ),
     "missing barrier": (

@@ -37,6 +37,12 @@ _SENT = find(_SENDS, "cp.async.bulk.shared::cluster", barrier="exchange.full")
 
 PAIR: Bugs = {
     "missing wait": (
+        Bug(
+            "the second CTA's producer reads a tile before it is there",
+            waits(SECOND + PRODUCER, "tiles.full").left_out(),
+            "one",
+            frozenset({(0, PRODUCER)}),
+        ),
         Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d128", LOADS_LAG),
         Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "one", LOADS_LAG),
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d128", LOADS_LAG),

@@ -32,6 +32,12 @@ _LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
 
 PAIR_TWO_PASS: Bugs = {
     "missing wait": (
+        Bug(
+            "lse and delta are loaded over those that compute warps have not read",
+            waits(PRODUCER, "stats.empty", 2).left_out(),
+            "steps",
+            _COMPUTE_LAGS,
+        ),
         Bug("K is copied before it is there", waits(_COMPUTE, "k.full").left_out(), "one", LOADS_LAG),
         Bug("scores are begun before K is in tensor memory", waits(MMA, "keys.full").left_out(), "one", _COMPUTE_LAGS),
         Bug("scores are begun before Q is there", waits(MMA, "q.full", 3)[0].left_out(), "one", LOADS_LAG),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.bugs.code import SECOND, Change
+from lab.bugs.code import MMA, SECOND, Change, Found, both, columns, find
 from lab.bugs.launches import LaunchBug
 from lab.interpreter import Lagging
 
@@ -29,6 +29,30 @@ class Bug(NamedTuple):
 
 Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
 AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
+
+
+def no_fence_before(between: str, arrival: Found, call: str) -> Bug:
+    """No fence of tensor memory ahead of an arrival."""
+    left_out = arrival.ahead("tcgen05.fence::before").left_out()
+    text = f"no tcgen05.fence::before_thread_sync between {between}"
+    return Bug(text, left_out, call, lint="fence-before", shows=False)
+
+
+def no_fence_after(between: str, wait: Found, call: str) -> Bug:
+    """No fence of tensor memory behind a wait."""
+    left_out = wait.behind("tcgen05.fence::after").left_out()
+    text = f"no tcgen05.fence::after_thread_sync between {between}"
+    return Bug(text, left_out, call, lint="fence-after", shows=False)
+
+
+def columns_not_freed(call: str) -> tuple[Bug, ...]:
+    """Columns of tensor memory that are allocated, and not freed or too few."""
+    fewer = (columns(MMA, f"tcgen05.{kind}", 256) for kind in ("alloc", "dealloc"))
+    return (
+        Bug("tensor memory is not freed", find(MMA, "tcgen05.dealloc").left_out(), call, lint="columns"),
+        Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), call, lint="columns"),
+        Bug("fewer columns are allocated and freed than products write", both(*fewer), call),
+    )
 
 
 def table(bugs: AnyBugs) -> str:
