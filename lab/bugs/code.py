@@ -22,15 +22,15 @@ from lab.ptx import tree
 from lab.ptx.threads import Program, Thread
 from lab.ptx.tree import Instruction
 
-# Warps of each role; those of a kernel's configurations are the same.
-FORWARD_WARPS, BACKWARD_WARPS, BIAS_WARPS = (
-    {role.name: role.warps for role in schedule.roles}
-    for schedule in (
-        forward_schedule(forward_config("bfloat16", 128, 128, Features())),
-        backward_schedule(backward_config("bfloat16", 128, 128, Features())),
-        bias_gradient_schedule(bias_gradient_config("bfloat16", 128, 128, Features(bias=True))),
-    )
-)
+
+def warps_of(schedule: Schedule) -> dict[str, range]:
+    """Warps of each role; those of a kernel's configurations are the same."""
+    return {role.name: role.warps for role in schedule.roles}
+
+
+FORWARD_WARPS = warps_of(forward_schedule(forward_config("bfloat16", 128, 128, Features())))
+BACKWARD_WARPS = warps_of(backward_schedule(backward_config("bfloat16", 128, 128, Features())))
+BIAS_WARPS = warps_of(bias_gradient_schedule(bias_gradient_config("bfloat16", 128, 128, Features(bias=True))))
 MMA, PRODUCER = (BACKWARD_WARPS[name][0] for name in ("mma", "producer"))  # of all kernels
 SECOND = 16  # the first warp of a pair's second CTA, whose warps are counted behind those of the first
 # Operands: of a wait, and of a product; and where parts of a descriptor begin.

@@ -1,12 +1,18 @@
 """Bugs of Hopper's kernels: forward, backward up to d = 128, and backward by clusters above."""
 
-from lab.bugs.code import PARITY, STRIDE, B, arrivals, find, uncounted, waits
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm90.config import backward_config
+from lab.bugs.code import PARITY, STRIDE, B, arrivals, find, uncounted, waits, warps_of
 from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs
 
-_PRODUCER, _STORING, _MMA = 0, 1, 4  # warps: the first of a role
-_GRADIENTS, _SUMS = 8, 12  # of a cluster's CTAs
-_SECOND_LAGS, _LAST_LAGS = frozenset(range(8, 12)), frozenset({11})  # of a CTA's mma warps: a warpgroup, a warp
-_SCORES_LAG, _SUMS_LAG = frozenset(range(4, 8)), frozenset(range(12, 16))
+# Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
+_OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
+_PRODUCER, _STORING, _MMA = (_OF_CTA[name][0] for name in ("producer", "storing", "mma"))
+_GRADIENTS, _SUMS = (_OF_CLUSTER[name][0] for name in ("gradients", "sums"))
+_SECOND_LAGS = frozenset(_OF_CTA["mma"][4:])  # the second warpgroup
+_LAST_LAGS = frozenset(_OF_CLUSTER["gradients"][-1:])
+_SCORES_LAG, _SUMS_LAG = (frozenset(_OF_CLUSTER[name]) for name in ("scores", "sums"))
 
 _FENCES, _WAITS = find(_MMA, "wgmma.fence", 7), find(_MMA, "wgmma.wait_group", 6)
 _OF_BACKWARD = find(_MMA, "wgmma.wait_group", 6)
