@@ -324,20 +324,21 @@ class FlashAttention(torch.autograd.Function):
     """Autograd's record of a call that needs no dispatcher, under the name that a profile shows."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         """Runs the call, the last argument; before it come its leaves, for autograd to see."""
         inputs, plan = arguments[-1]
         out, lse, max_logits, residual = _run_forward(inputs, plan)
         # The tables of a block mask belong to it: they never change, and many calls share them.
         ctx.save_for_backward(*inputs[:NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
-        if max_logits is not None:
-            ctx.mark_non_differentiable(max_logits)
         ctx.others = inputs[NUM_TENSORS:], plan
+        if max_logits is None:  # each result takes autograd time, one that is None too
+            return out, lse
+        ctx.mark_non_differentiable(max_logits)
         return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
         *tensors, out, lse, residual = ctx.saved_tensors
         others, plan = ctx.others

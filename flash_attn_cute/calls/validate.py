@@ -66,9 +66,10 @@ def check_options(
         raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
     if softmax_scale is not None:
         softmax_scale = _as_float("softmax_scale", softmax_scale, "None or a finite number")
-    softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
-    if softcap < 0:
-        raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
+        if softcap < 0:
+            raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
     right = 0 if causal else right
     others = zero_padding, packing_invariant, precise_gradients, return_max_logits

@@ -14,10 +14,11 @@ from typing import Any
 
 # The package's own __init__ would import PyTorch, and so would libraries that can do without.
 _PROGRAM = """
-import pickle, sys, types
+import os, pickle, sys, types
 path, folder, config = pickle.loads(bytes.fromhex(sys.argv[1]))
 sys.path[:] = path
 sys.modules["torch"] = None
+os.environ.pop("FLASH_ATTN_CUTE_NVTX", None)
 package = sys.modules["flash_attn_cute"] = types.ModuleType("flash_attn_cute")
 package.__path__ = [folder]
 from flash_attn_cute.jit import cache
