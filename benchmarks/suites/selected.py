@@ -1,10 +1,10 @@
 """Key blocks that each query selects, on a Hopper GPU: attention of 64 or 16 heads of 128 in four groups, causal.
 
 Queries select their own block of 64 keys, the first one, and others before their own at random, as many as they can up
-to a number. Against the selected branch of flash-linear-attention's NSA, where it is there, and compiled FlexAttention
-with a byte for each query and block. NSA takes groups of 16 heads and more: smaller ones are padded with zeros, in its
-time. The package also takes part with 16 blocks, to whose time that of other numbers is to be proportional. Work is
-that of visible pairs.
+to a number. Either pass takes part, against the selected branch of flash-linear-attention's NSA, where it is there, and
+compiled FlexAttention with a byte for each query and block. NSA takes groups of 16 heads and more: smaller ones are
+padded with zeros, in its time. The package also takes part with 16 blocks, to whose time that of other numbers is to be
+proportional. Work is that of visible pairs.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Run, Suite, Unavailable
-from benchmarks.work import Work, attention_flop, gpu_backend
+from benchmarks.work import Passes, Work, attention_flop, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.backends.cute.selection_tables import selection_tables
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -55,76 +55,86 @@ ROWS = (
 )
 BARS = {(_FIRST, FLA): 3.0, (_FIRST, FLEX): 6.0, (_SMALL_GROUP, FLA): 2.0}  # least speed over others
 PROPORTIONAL = 1.15  # the most time over top / 16 of that of 16 blocks
+_EACH: tuple[Passes, ...] = ("forward", "backward")
 TABLES_SECONDS = 0.5e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SelectedCase(Case):
-    """Inputs (1, seqlen, heads, d), and selected blocks (1, groups, seqlen, top), int32, -1 for none."""
+    """A pass, inputs (1, seqlen, heads, d), and selected blocks (1, groups, seqlen, top), int32, -1 for none."""
 
     row: Row
+    passes: Passes
     q: Tensor
     k: Tensor
     v: Tensor
+    dout: Tensor
     indices: Tensor
 
 
 def suite(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
-    """The suite of all rows, forward. Its bars are the least that the package has to reach."""
+    """The suite of all rows, both passes. Its bars are the least that the package has to reach."""
 
     def cases() -> Iterator[SelectedCase]:
         for row in ROWS:
-            yield _case(row, device, dtype)
+            for passes in _EACH:
+                yield _case(row, passes, device, dtype)
 
     contenders = [
-        Contender(PACKAGE, _package),
-        Contender(SIXTEEN, _sixteen, compared=False),
-        Contender(FLA, _flash_linear_attention),
-        Contender(FLEX, _flex),
+        Contender(PACKAGE, _passes(_package)),
+        Contender(SIXTEEN, _passes(_sixteen), compared=False),
+        Contender(FLA, _passes(_flash_linear_attention)),
+        Contender(FLEX, _passes(_flex)),
     ]
     return Suite("selected", cases, contenders, PACKAGE, list(_bars()), rounds=20, seconds=1.0)
 
 
 def tables(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
     """The suite of what kernels' tables of a selection cost, made anew in each call; of the first row."""
-    limits = [Limit(ROWS[0].name, PACKAGE, TABLES_SECONDS, None)]
+    limits = [Limit(f"forward {ROWS[0].name}", PACKAGE, TABLES_SECONDS, None)]
     contenders = [Contender(PACKAGE, _tables)]
     cases = partial(_cases_of_tables, device, dtype)
     return Suite("selected-tables", cases, contenders, PACKAGE, (), rounds=20, seconds=1.0, limits=limits)
 
 
 def _bars() -> Iterator[Bar]:
-    for (row, against), least in BARS.items():
-        if row in ROWS:
-            yield Bar(row.name, PACKAGE, against, 1 / least)
-    for row in ROWS:
-        if row.top != _FIRST.top:
-            yield Bar(row.name, PACKAGE, SIXTEEN, PROPORTIONAL * row.top / _FIRST.top)
+    for passes in _EACH:
+        for (row, against), least in BARS.items():
+            if row in ROWS:
+                yield Bar(f"{passes} {row.name}", PACKAGE, against, 1 / least)
+        for row in ROWS:
+            if row.top != _FIRST.top:
+                yield Bar(f"{passes} {row.name}", PACKAGE, SIXTEEN, PROPORTIONAL * row.top / _FIRST.top)
 
 
 def _cases_of_tables(device: torch.device, dtype: torch.dtype) -> Iterator[SelectedCase]:
-    yield _case(ROWS[0], device, dtype)
+    yield _case(ROWS[0], "forward", device, dtype)
 
 
-def _case(row: Row, device: torch.device, dtype: torch.dtype) -> SelectedCase:
+def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) -> SelectedCase:
     draw = torch.Generator(device).manual_seed(0)
     heads = GROUPS * row.group
     q, k, v = (
         torch.randn(1, row.seqlen, n, D, generator=draw, device=device, dtype=dtype) for n in (heads, GROUPS, GROUPS)
     )
+    dout = torch.randn(q.shape, generator=draw, device=device, dtype=dtype)
+    for x in (q, k, v):
+        x.requires_grad_(passes != "forward")
     indices = selected_blocks(row.seqlen, row.top, device)
     pairs = row.group * _pairs(indices)
     return SelectedCase(
-        name=row.name,
+        name=f"{passes} {row.name}",
         detail=f"q {tuple(q.shape)}, {GROUPS} groups, blocks of {BLOCK} keys",
-        panel="forward",
+        panel=passes,
         device=device,
         dtype=dtype,
-        work=Work(attention_flop(pairs, 1, D, D, "forward"), 2 * q.nbytes + 2 * k.nbytes),
+        work=Work(attention_flop(pairs, 1, D, D, passes), (2 if passes == "forward" else 4) * (q.nbytes + k.nbytes)),
         row=row,
+        passes=passes,
         q=q,
         k=k,
         v=v,
+        dout=dout,
         indices=indices,
     )
 
@@ -149,24 +159,42 @@ def _pairs(indices: Tensor) -> int:
     return int(keys.sum())
 
 
-def _package(case: SelectedCase, indices: Tensor | None = None) -> Run:
+def _passes(make: Callable[[SelectedCase], Callable[[], Tensor]]) -> Callable[[SelectedCase], Run]:
+    """Makes what runs the pass of a case."""
+
+    def of(case: SelectedCase) -> Run:
+        forward = make(case)
+        if case.passes == "forward":
+            return lambda: {"out": forward()}
+        out = forward()
+
+        def run() -> dict[str, Tensor]:
+            grads = torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=True)
+            return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+        return run
+
+    return of
+
+
+def _package(case: SelectedCase, indices: Tensor | None = None) -> Callable[[], Tensor]:
     indices = case.indices if indices is None else indices
     mask = BlockMask.from_selection(indices, block=BLOCK, seqlen_k=case.row.seqlen)
 
-    @torch.no_grad()
-    def run() -> dict[str, Tensor]:
-        return {"out": flash_attn_func(case.q, case.k, case.v, causal=True, block_mask=mask, backend=BACKEND)}
+    def run() -> Tensor:
+        out: Tensor = flash_attn_func(case.q, case.k, case.v, causal=True, block_mask=mask, backend=BACKEND)
+        return out
 
     return run
 
 
-def _sixteen(case: SelectedCase) -> Run:
+def _sixteen(case: SelectedCase) -> Callable[[], Tensor]:
     if case.row.top == _FIRST.top:
         raise NoPart
     return _package(case, selected_blocks(case.row.seqlen, _FIRST.top, case.device))
 
 
-def _flash_linear_attention(case: SelectedCase) -> Run:
+def _flash_linear_attention(case: SelectedCase) -> Callable[[], Tensor]:
     """The selected branch alone, but that the function also averages blocks of keys and values."""
     try:
         from fla.ops.nsa import parallel_nsa
@@ -176,19 +204,19 @@ def _flash_linear_attention(case: SelectedCase) -> Run:
     none = case.row.seqlen  # of no block, so that no query sees one there
     indices = case.indices.masked_fill(case.indices < 0, none).transpose(1, 2).long().contiguous()
 
-    @torch.no_grad()
-    def run() -> dict[str, Tensor]:
+    def run() -> Tensor:
         q = case.q
         if group < FEWEST_HEADS:
             padding = (0, 0, 0, FEWEST_HEADS - group)
             q = torch.nn.functional.pad(q.unflatten(2, (GROUPS, group)), padding).flatten(2, 3)
         out = parallel_nsa(q, case.k, case.v, block_indices=indices, block_counts=indices.shape[-1], block_size=BLOCK)
-        return {"out": out.unflatten(2, (GROUPS, -1))[:, :, :, :group].flatten(2, 3)}
+        real: Tensor = out.unflatten(2, (GROUPS, -1))[:, :, :, :group].flatten(2, 3)
+        return real
 
     return run
 
 
-def _flex(case: SelectedCase) -> Run:
+def _flex(case: SelectedCase) -> Callable[[], Tensor]:
     """Compiled FlexAttention, with a byte for each query and block; its mask is made once."""
     n, group = case.row.seqlen, case.row.group
     if n > _LONGEST_FLEX:
@@ -206,9 +234,9 @@ def _flex(case: SelectedCase) -> Run:
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
 
-    @torch.no_grad()
-    def run() -> dict[str, Tensor]:
-        return {"out": compiled(q, k, v, block_mask=shown, enable_gqa=True).transpose(1, 2)}
+    def run() -> Tensor:
+        out: Tensor = compiled(q, k, v, block_mask=shown, enable_gqa=True).transpose(1, 2)
+        return out
 
     return run
 

@@ -533,18 +533,29 @@ def tiny_selected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny_selected")
-def test_selected_suite_on_tiny_shapes() -> None:
+def test_selected_suite_on_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone computes the same, but for a pass over 16 blocks; FLOP are those of visible pairs."""
+    flex = selected._flex
+
+    def forward_alone(case: selected.SelectedCase) -> Any:
+        if case.passes == "backward":
+            raise Unavailable("gradients come with compiling only")
+        return flex(case)
+
+    monkeypatch.setattr(selected, "_flex", forward_alone)
     suite = replace(selected.suite(CPU, torch.float32), rounds=3, seconds=0.1)
-    reports = [harness.measure(suite, case) for case in suite.cases()]
-    for row, case, result in zip(TINY_SELECTED_ROWS, suite.cases(), reports, strict=True):
-        i, j = torch.arange(300)[:, None], torch.arange(300)
-        shown = (case.indices[..., None] == j // 32).any(-2) & (j <= i)
-        assert result.work.flop == 4 * row.group * int(shown.sum()) * 16
-        everyone = [selected.PACKAGE, selected.FLA, selected.FLEX]
-        everyone[1:1] = [selected.SIXTEEN] if row.top == 2 else []
-        assert list(result.times) == everyone, result
-    assert [bar.most for bar in suite.bars] == [pytest.approx(1.15 * 2 / 16)]
+    reports = {case.name: (case, harness.measure(suite, case)) for case in suite.cases()}
+    for row in TINY_SELECTED_ROWS:
+        for passes, factor in (("forward", 1), ("backward", 2.5)):
+            case, result = reports.pop(f"{passes} {row.name}")
+            i, j = torch.arange(300)[:, None], torch.arange(300)
+            shown = (case.indices[..., None] == j // 32).any(-2) & (j <= i)
+            assert result.work.flop == factor * 4 * row.group * int(shown.sum()) * 16
+            everyone = [selected.PACKAGE, selected.FLA, selected.FLEX][: 3 if passes == "forward" else 2]
+            everyone[1:1] = [selected.SIXTEEN] if row.top == 2 else []
+            assert list(result.times) == everyone, result
+    assert not reports
+    assert [bar.most for bar in suite.bars] == [pytest.approx(1.15 * 2 / 16)] * 2
 
 
 @pytest.mark.usefixtures("tiny_selected")
@@ -558,8 +569,8 @@ def test_rows_of_the_selected_suite() -> None:
     """Bars as they were set; queries select their own block, and the first, each once."""
     suite = selected.suite(CPU, torch.bfloat16)
     assert len({row.name for row in selected.ROWS}) == len(selected.ROWS)
-    assert sorted(round(1 / bar.most, 3) for bar in suite.bars if bar.against != selected.SIXTEEN) == [2, 3, 6]
-    assert len([bar for bar in suite.bars if bar.against == selected.SIXTEEN]) == 4
+    assert sorted(round(1 / bar.most, 3) for bar in suite.bars if bar.against != selected.SIXTEEN) == [2, 2, 3, 3, 6, 6]
+    assert len([bar for bar in suite.bars if bar.against == selected.SIXTEEN]) == 8
     indices = selected.selected_blocks(1000, 4, CPU)
     own = torch.arange(1000)[:, None] // selected.BLOCK
     assert ((indices == own).sum(-1) == 1).all()

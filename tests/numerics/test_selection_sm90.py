@@ -1,6 +1,7 @@
-"""Hopper's forward kernels for key blocks that each query selects, on a GPU, against the oracle."""
+"""Hopper's kernels for key blocks that each query selects, on a GPU, against the oracle."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from flash_attn_cute.backends.cute import CuteBackend, selection
 from flash_attn_cute.calls import dispatch
 from tests.lib.checks import (
     assert_forward_close,
+    assert_matches_oracle,
     bitwise_equal,
     differing,
     draws,
     hopper_alone,
+    padded_results,
     random_call,
     run,
     synchronisations,
@@ -53,7 +56,10 @@ def check(rng: random.Random) -> None:
         device="cuda",
     )
     call = random_selection(call, rng, rng.choice([64, 128]), rng.choice([0, 1, 2, 5, 16]))
-    assert_forward_close(call, **results(call))
+    if call.learnable_sink is None:
+        assert_matches_oracle(call, through_lse=rng.random() < 0.5, backend="sm90")
+    else:
+        assert_forward_close(call, **results(call))
 
 
 def test_random_selections(fuzz_seconds: float) -> None:
@@ -83,14 +89,13 @@ def causal(options: dict[str, Any], rows: int) -> Call:
 
 @pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
 def test_causal(options: dict[str, Any]) -> None:
-    call = causal(options, 2000)
-    assert_forward_close(call, **results(call))
+    assert_matches_oracle(causal(options, 1500), through_lse=True, backend="sm90")
 
 
 @pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
 def test_the_same_bits_every_time(options: dict[str, Any], repetitions: int) -> None:
-    call = causal(options, 1500)
-    assert not differing(results(call), lambda: results(call), repetitions)
+    both = partial(padded_results, causal(options, 1500), 0.0, backend="sm90")
+    assert not differing(both(), both, repetitions)
 
 
 def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,36 +111,38 @@ def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_host_never_waits() -> None:
     """Blocks are selected anew in a call, which graphs capture."""
-    q, k, v = (torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
-    indices = torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+    tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
 
-    @torch.no_grad()
-    def forward() -> Tensor:
+    def both() -> tuple[Tensor, ...]:
         mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
-        out: Tensor = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
-        return out
+        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
+        out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
 
-    forward()
-    assert synchronisations(forward) == 0
+    both()
+    assert synchronisations(both) == 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = forward()
+        captured = both()
     for _ in range(2):
         indices.random_(-1, 8)
         graph.replay()
-        assert bitwise_equal(captured, forward())
+        assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))
 
 
 def test_compiled() -> None:
-    q, k, v = (torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+    q, k, v = (torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
 
-    @torch.no_grad()
-    def forward(indices: Tensor) -> Tensor:
+    def step(indices: Tensor) -> Tensor:
         mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
         out: Tensor = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
         return out
 
-    compiled = torch.compile(forward, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True)
     for _ in range(2):
         indices = torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
-        assert bitwise_equal(compiled(indices), forward(indices))
+        found, expected = compiled(indices), step(indices)
+        assert bitwise_equal(found, expected)
+        grads = [torch.autograd.grad(x, (q, k, v), torch.ones_like(x)) for x in (found, expected)]
+        assert all(bitwise_equal(a, b) for a, b in zip(*grads, strict=True))
