@@ -140,7 +140,7 @@ class WarpProduct:
 
     warp: "Warp"
     sum: Sum
-    a: dict[str, Array]  # registers of A, if it is in such
+    a: tuple[tuple[str, Array], ...]  # registers of A, if it is in such, and what they held
     multiply: Callable[[], Array]  # what is added to the sum, or is it: (registers, 32)
     accumulates: bool
     is_done: bool = False

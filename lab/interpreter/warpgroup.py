@@ -7,12 +7,15 @@ begins with have to be as they were at the warp's last ``wgmma.fence``.
 """
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 
+from lab.interpreter import weak
 from lab.interpreter.operands import COLUMNS, Operand, floats
 from lab.interpreter.state import Array, Cta, Effect, FaultError, Mask, Read, Sum, Warp, WarpProduct, converged
 from lab.interpreter.statement import Statement, vector
+from lab.ptx.tree import Operand as PtxOperand
 
 _ROWS = 16  # of a warp
 _ROW_BYTES = {1: 128, 2: 64, 3: 32}  # of a swizzled layout, by its kind in descriptors
@@ -40,39 +43,58 @@ def commit_group(s: Statement) -> Effect:
     return commit
 
 
-def multiply(s: Statement) -> Effect:
-    """Issues a product: A of registers or of shared memory, B of shared memory, sums in float32.
+class _Form(NamedTuple):
+    """What an instruction says of its product."""
 
-    Raises:
-        FaultError: numbers of another kind.
-    """
-    found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2", s.name)
-    if found is None:
-        raise FaultError(f"a product of another kind: {s.name}")
-    columns, kind = int(found[1]), found[2]
-    d, a, b, accumulates = s.operands[:4]
-    sign_a, sign_b, *transposed = [bool(x.number == 1) for x in s.operands[4:]]
-    sign = np.float32(1 if sign_a == sign_b else -1)
-    names, names_a = _registers(s, vector(d)), _registers(s, vector(a)) if a.marks == "{" else ()
-    if len(names) != columns // 2 or len(transposed) != (1 if names_a else 2):
-        raise FaultError(f"{len(names)} registers of {columns} columns, and {transposed}")
-    scale = s.source(accumulates, "pred")
-    descriptors = [s.source(x, "b64") for x in ([b] if names_a else [a, b])]
+    columns: int
+    kind: str  # of numbers
+    sign: np.float32  # of the product
+    names: tuple[str, ...]  # registers of the sum
+    names_a: tuple[str, ...]  # registers of A; none: it is in shared memory
+    transposed: tuple[bool, ...]  # operands in shared memory, in order
+
+    @classmethod
+    def of(cls, s: Statement) -> "_Form":
+        """The form of an instruction.
+
+        Raises:
+            FaultError: numbers of another kind, or another number of registers or operands.
+        """
+        found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2", s.name)
+        if found is None:
+            raise FaultError(f"a product of another kind: {s.name}")
+        d, a, _, _, sign_a, sign_b, *transposed = s.operands
+        names_a = _registers(s, a) if a.marks == "{" else ()
+        sign = np.float32(1 if sign_a.number == sign_b.number else -1)
+        is_transposed = tuple(x.number == 1 for x in transposed)
+        form = cls(int(found[1]), found[2], sign, _registers(s, d), names_a, is_transposed)
+        if (len(form.names), len(transposed)) != (form.columns // 2, 1 if names_a else 2):
+            raise FaultError(f"another number of operands: {form}")
+        return form
+
+
+def multiply(s: Statement) -> Effect:
+    """Issues a product: A of registers or of shared memory, B of shared memory, sums in float32."""
+    form = _Form.of(s)
+    reads = [s.source(x, "b64") for x in (s.operands[2:3] if form.names_a else s.operands[1:3])]
+    accumulates = s.source(s.operands[3], "pred")
 
     def issue(warp: Warp, mask: Mask) -> None:
         converged(mask)
-        given = [_of_all_lanes(read, warp) for read in (*descriptors, scale)]
-        _together(warp, (s.name, *given))
-        *of_a, of_b = [_operand(x, is_transposed=t) for x, t in zip(given[:-1], transposed, strict=True)]
-        _check_fenced(warp, names_a)
-        registers = {name: warp.registers[name] for name in names_a}
+        descriptors = [_of_all_lanes(read, warp) for read in reads]
+        adds = bool(_of_all_lanes(accumulates, warp))
+        _together(warp, (s.name, *descriptors, adds))
+        operands = [_operand(x, is_transposed=t) for x, t in zip(descriptors, form.transposed, strict=True)]
+        _check_fenced(warp, form.names_a)
+        a = [warp.registers[name] for name in form.names_a]
 
         def product() -> Array:
-            right = floats(of_b.read(warp.cta, 0, columns), kind)
-            left = of_a[0].read(warp.cta, warp.index % 4 * _ROWS, _ROWS) if of_a else _as_rows(registers)
-            return sign * _in_registers(floats(left, kind) @ right.T)
+            right = operands[-1].read(warp.cta, 0, form.columns)
+            left = _as_rows(a) if a else operands[0].read(warp.cta, warp.index % 4 * _ROWS, _ROWS)
+            return form.sign * _in_registers(floats(left, form.kind) @ floats(right, form.kind).T)
 
-        issued = WarpProduct(warp, _sum_of(warp, names), registers, product, bool(given[-1]))
+        held = tuple(zip(form.names_a, a, strict=True))
+        issued = WarpProduct(warp, _sum_of(warp, form.names), held, product, adds)
         issued.sum.num_products += 1
         warp.open_products.append(issued)
         warp.cta.warp_products.append(issued)
@@ -100,8 +122,7 @@ def _sum_of(warp: Warp, names: tuple[str, ...]) -> Sum:
         if not set(names).isdisjoint(other.names):
             raise FaultError(f"accumulators of another product under way: {other.names[0]}")
     _check_fenced(warp, names)
-    nothing = np.zeros(32, np.uint32)
-    values = np.array([warp.registers.pop(name, nothing) for name in names]).view(np.float32)
+    values = np.array([warp.registers.pop(name, weak.NOT_LOADED) for name in names]).view(np.float32)
     warp.sums.append(Sum(names, values))
     return warp.sums[-1]
 
@@ -120,7 +141,7 @@ def is_over(warp: Warp, most: int) -> bool:
         return False
     warp.product_groups = left
     for product in (product for group in over for product in group):
-        for name, value in product.a.items():
+        for name, value in product.a:
             if warp.registers[name] is not value:
                 raise FaultError(f"{name} is written while a product reads it")
         product.sum.num_products -= 1
@@ -147,10 +168,11 @@ def advance(cta: Cta, at_most: int) -> None:
         product.is_done = True
 
 
-def _registers(s: Statement, operands: tuple[object, ...]) -> tuple[str, ...]:
-    names = [s.register(x) for x in operands]  # type: ignore[arg-type]
-    assert None not in names
-    return tuple(map(str, names))
+def _registers(s: Statement, operand: PtxOperand) -> tuple[str, ...]:
+    names = [s.register(x) for x in vector(operand)]
+    if None in names:
+        raise FaultError(f"not registers: {operand.text}")
+    return tuple(name for name in names if name is not None)
 
 
 def _of_all_lanes(read: Read, warp: Warp) -> int:
@@ -166,9 +188,9 @@ def _operand(descriptor: int, *, is_transposed: bool) -> Operand:
     return Operand.of(descriptor, _ROW_BYTES[descriptor >> 62], is_transposed=is_transposed)
 
 
-def _as_rows(a: dict[str, Array]) -> Array:
+def _as_rows(a: list[Array]) -> Array:
     """Numbers of A, (16, 16): a thread has two neighbours of each of two rows, eight apart, and of two columns."""
-    bits = np.array(list(a.values())).view(np.uint16)
+    bits = np.array(a).view(np.uint16)
     return bits.reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(_ROWS, COLUMNS)
 
 
