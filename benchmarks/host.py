@@ -127,7 +127,7 @@ for module in modules:
 
 
 def _new_process(name: str, device: torch.device, environment: dict[str, str]) -> dict[str, float]:
-    """What ``first_calls`` prints in a process that finds no kernels; nothing if the contender is not installed."""
+    """Output of ``first_calls`` in a process that finds no kernels; nothing if the contender is not installed."""
     with tempfile.TemporaryDirectory() as folder:
         code = f"from benchmarks import host; host.first_calls({name!r}, {str(device)!r})"
         kernels = {"FLASH_ATTN_CUTE_CACHE_DIR": str(Path(folder, "kernels"))}

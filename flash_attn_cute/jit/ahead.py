@@ -1,7 +1,7 @@
 """Kernels that will be needed soon, compiled by another process while this one compiles: that holds Python's lock.
 
 The process leaves the kernel in the folder on disk. It does without PyTorch, whose import would take as long as the
-compile. If it fails, whoever needs the kernel compiles it, and says what is wrong.
+compile. If it fails, the process that needs the kernel compiles it, and says what is wrong.
 """
 
 import contextlib

@@ -47,7 +47,7 @@ def _multiply(s: Statement) -> Effect:
 
 
 def _high_half(a: Array, b: Array) -> Array:
-    """Of products of numbers of 32 bits, or of 16."""
+    """High halves of products of numbers of 32 bits, or of 16."""
     wide = np.int64 if a.dtype.kind == "i" else np.uint64
     return (a.astype(wide) * b.astype(wide) >> wide(8 * a.itemsize)).astype(a.dtype)
 

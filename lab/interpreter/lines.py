@@ -10,7 +10,7 @@ from lab.interpreter.statement import Statement
 
 
 class _OfThreads(Load):
-    """What threads ask for: it is done at once, and signals no bytes."""
+    """A load that threads ask for: it is done at once, and signals no bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class Lines(_OfThreads):
         memory.show_later(self.warp, cta.shared, places, self.lanes)
 
     def signal(self, cta: Cta) -> None:
-        """Nothing is told of it."""
+        """Signals nothing."""
 
 
 @dataclass(kw_only=True, eq=False)

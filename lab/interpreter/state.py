@@ -127,7 +127,7 @@ class Commit(NamedTuple):
 
 @dataclass(eq=False)
 class Sum:
-    """What a warp has of the accumulators of products under way: numbers of each register, whose names are given."""
+    """A warp's part of the accumulators of products under way: numbers of each register, whose names are given."""
 
     names: tuple[str, ...]
     values: Array  # float32, (registers, 32)
@@ -166,7 +166,7 @@ class Copy(abc.ABC):
         """Bytes that a copy to shared memory signals."""
 
     def signal(self, cta: "Cta") -> None:
-        """Tells the mbarrier that a copy to shared memory is done."""
+        """Signals the mbarrier that a copy to shared memory is done."""
         cta.barrier(self.barrier, of_cluster=True).complete(self.num_bytes)
 
     @abc.abstractmethod

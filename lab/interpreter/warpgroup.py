@@ -44,7 +44,7 @@ def commit_group(s: Statement) -> Effect:
 
 
 class _Form(NamedTuple):
-    """What an instruction says of its product."""
+    """Product that an instruction describes."""
 
     columns: int
     kind: str  # of numbers

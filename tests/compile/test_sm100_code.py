@@ -533,7 +533,7 @@ def test_targets_differ_in_the_forward_pass_alone(of_both_targets: Any) -> None:
 
 
 def test_dtypes_differ_in_conversions_alone(of_both_dtypes: Any) -> None:
-    """The same instructions in the same order, but for those that convert a number or make a constant."""
+    """Instructions are alike, in one order, but for those that convert a number or make a constant."""
     of_bfloat16, of_float16 = (
         [
             re.sub(r"\bbf16", "f16", x.opcode)

@@ -38,7 +38,7 @@ def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
 
 
 def with_blocks(call: Call, size: int) -> Call:
-    """The call with a mask of random blocks of so many queries and keys, some of which nobody sees."""
+    """The call with a mask of random blocks of so many queries and keys, some of which are fully masked."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     visible = torch.rand(1, 1, -(-seqlen_q // size), -(-seqlen_k // size)) < 0.5
     visible[..., 1, :] = visible[..., :, 2] = False

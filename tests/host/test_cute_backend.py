@@ -168,7 +168,7 @@ REPEATED = {"dense", "packed", "padded keys", "few queries", "narrow values"}
 
 
 def assert_launched_alike(a: Launched, b: Launched, given: list[Tensor]) -> None:
-    """The same configuration and numbers, the same tensors of the user, and others of the same layout."""
+    """Configuration, numbers and tensors of the user are the same; other tensors have the same layout."""
     assert a.config == b.config
     assert a.arguments.numbers == b.arguments.numbers
     memory = {x.data_ptr() for x in given}

@@ -250,7 +250,7 @@ def test_calls_that_are_watched_look_like_no_others(monkeypatch: pytest.MonkeyPa
         with mode:
             attend_dense(*qkv)
             torch.autograd.grad(out, qkv, dout, retain_graph=True)
-    # Autograd runs without function modes, but in the dispatch mode of whoever calls it.
+    # Autograd runs without function modes, but in the dispatch mode of its caller.
     assert (seen[2:], by_operator.call_count) == ([True, True], 1)
     attend_dense(qkv[0].as_subclass(Subclass), *qkv[1:])
     attend_dense(torch._neg_view(qkv[0]), *qkv[1:])

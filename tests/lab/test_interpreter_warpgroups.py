@@ -102,7 +102,7 @@ def global_memory() -> Array:
 
 
 def found(memory: Array, columns: int) -> Array:
-    """What threads have stored of a sum, (64, columns)."""
+    """A sum as threads have stored it, (64, columns)."""
     values = memory[OUT:].view(np.float32)[: 64 * columns].reshape(columns // 2, THREADS)
     x = np.empty((64, columns), np.float32)
     for i in range(columns // 2):
@@ -193,7 +193,7 @@ def test_products_that_are_waited_for() -> None:
 
 
 def test_shared_memory_is_read_late() -> None:
-    """What is written behind the issue may be read; what is written ahead without a proxy fence may be not."""
+    """Writes behind the issue may be read; those ahead of it without a proxy fence may be not."""
     ones = "mov.b32 %r201, 1065369472;\n" + "".join(
         f"add.u32 %r202, %r204, {512 * i};\nst.shared.b32 [%r202+{PLACE_B}], %r201;\n" for i in range(16)
     )

@@ -392,7 +392,7 @@ class CuteBackend:
         )
 
     def _backward_launch(self, call: BackwardCall, inputs: AttentionInputs, layout: plan.ScoreLayout) -> "_Launch":
-        """Of a call whose inputs may have been split."""
+        """Launch of a call whose inputs may have been split."""
         q, k = inputs.q, inputs.k
         num_sequences, has_dlse = _num_sequences(inputs), call.dlse is not None
         return self._prepare_backward(
