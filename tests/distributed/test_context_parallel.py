@@ -52,6 +52,7 @@ from tests.lib.over_ranks.uncut import uncut_documents
 ON_RANKS = {
     1: [every_case, layers_of_several_windows, block_masks, operators_are_sound, padded_documents, drawn_calls],
     2: [
+        benchmark,  # which collects garbage, of which compilers leave much
         every_case,
         layers_of_several_windows,
         block_masks,
@@ -61,7 +62,6 @@ ON_RANKS = {
         compiled_in_context,
         backward_without_a_group,
         example,
-        benchmark,
         padded_documents,
         padded_batch,
         drawn_calls,

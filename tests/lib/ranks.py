@@ -5,6 +5,7 @@ NCCL refuses ranks that share a GPU. Gloo's, whose messages then go by way of th
 The first process imports all that the ranks need and forks them, which takes less time than starting each anew.
 """
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -94,6 +95,8 @@ def by_way_of_the_host() -> None:
 
 def _main(backend: str, num_ranks: int, folder: Path, *names: str) -> int:
     functions = [getattr(import_module(module), name) for module, name in (x.split(":") for x in names)]
+    gc.collect()
+    gc.freeze()  # modules, among which ranks' own collections would look each time
     # A process that has asked for GPUs cannot fork.
     context: Any = multiprocessing.get_context("fork" if backend == "gloo" else "spawn")
     arguments = [(functions, backend, rank, num_ranks, folder) for rank in range(num_ranks)]

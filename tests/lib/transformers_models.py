@@ -40,6 +40,9 @@ SIZES: list[tuple[str, int | None]] = [
         None,
     ),
     (r"vocab|num_embeddings$", VOCABULARY),
+    (r"self_attends_per_block", 1),
+    (r"num_filters", 2),  # doubled by each stage
+    (r"latents", 32),
     (r"expert_layer|moe_layer_start|first_k_dense|num_dense|n_dense|n_group|topk_group", 1),
     (r"experts_per_tok|num_experts_per|moe_k|top_k|topk_experts|moe_topk", 2),
     (r"index_topk|shared_expert", None),
