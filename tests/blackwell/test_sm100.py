@@ -42,11 +42,11 @@ def test_forward(case: str, fuzz_seconds: float) -> None:
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
         ([129, 20], [200, 140], False, {"head_dim": 64, **EVERYTHING}),
-        ([140], [200], False, {"head_dim": 256, "causal": True}),
+        ([140], [200], False, {"head_dim": 256, **EVERYTHING}),
         ([150], [140], True, {"head_dim": 192, "head_dim_v": 128}),
         ([140], [130], False, {"head_dim": 128, "packed": False, "bias": (1, 1)}),  # no polynomials on either GPU
     ],
-    ids=["d64-everything", "d256-causal", "pair-d192-dv128", "d128-bias"],
+    ids=["d64-everything", "d256-everything", "pair-d192-dv128", "d128-bias"],
 )
 def test_kernels_of_a_b300(lengths_q: list[int], lengths_k: list[int], by_pairs: bool, options: dict[str, Any]) -> None:
     """Which compute all weights without polynomials."""
