@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -11,32 +10,54 @@ from tests.lib.checks import bitwise_equal, random_call
 from tests.lib.interpreted import forward
 from tests.lib.interpreted.common import B200
 from tests.lib.interpreted.documents import differing
+from tests.lib.packings import Case, Document, Options, batch, document, packing
 
-CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "d64-causal": ([150, 7, 300], {"head_dim": 64, "causal": True}),
-    "d64-grouped-softcap": ([140, 270], {"head_dim": 64, "nheads": 2, "nheads_k": 1, "softcap": 3.0}),
-    "d128-window": ([129, 280], {"head_dim": 128, "window_size": (100, 5)}),
-    "d256": ([140, 60], {"head_dim": 256}),
+CAUSAL: Options = {"causal": True}
+CASES: dict[str, tuple[Case, list[int]]] = {
+    "d64-causal": (Case((1, 1), (64, 64), CAUSAL), [150, 7, 300]),
+    "d64-grouped-softcap": (Case((2, 1), (64, 64), {"softcap": 3.0}), [140, 270]),
+    "d128-window": (Case((1, 1), (128, 128), {"window_size": (100, 5)}), [129, 280]),
+    "d256": (Case((1, 1), (256, 256), {}), [140, 60]),
+}
+# What "invariant" alone promises.
+INVARIANT: dict[str, tuple[Case, list[int]]] = {
+    "mask": (Case((1, 1), (64, 64), {}, mask=True), [1, 140]),
+    "bias of all heads": (Case((2, 2), (64, 64), {}, bias=1), [140, 60]),
+    "sink": (Case((2, 1), (64, 64), CAUSAL, sink=True, dlse=True), [60, 140]),
 }
 
 
+def drawn(case: Case, lengths: list[int]) -> list[Document]:
+    """Documents of as many queries as keys."""
+    return [document(random.Random(0), case, "cpu", torch.bfloat16, (n, n)) for n in lengths]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_packed_anywhere(case: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_packed_anywhere(name: str) -> None:
     """Both passes, of documents behind others that have lengths of their own."""
-    lengths, options = CASES[case]
-    call = random_call(lengths, **{"nheads": 1, "dtype": torch.bfloat16, **options})
-    dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1]).to(call.q.dtype)
-    assert differing(call, dout, B200, True) == set()
+    case, lengths = CASES[name]
+    documents = drawn(case, lengths)
+    assert differing(documents, packing(documents), B200, deterministic=True, **case.options) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INVARIANT)
+def test_invariant_alone(name: str) -> None:
+    """Padded batches, masks, gradients of biases and sinks."""
+    case, lengths = INVARIANT[name]
+    documents = drawn(case, lengths)
+    sink = torch.randn(case.heads[0]) if case.sink else None
+    layout, heard = batch(documents, random.Random(0)), 0 if case.sink else None
+    assert differing(documents, layout, B200, sink, heard, **case.options) == set()
 
 
 @pytest.mark.slow
 def test_entries_of_a_dense_causal_batch() -> None:
     """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""
-    call = random_call([300, 300], packed=False, nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
-    dout = torch.randn(call.q.shape).to(call.q.dtype)
-    assert differing(call, dout, B200, "invariant") == set()
-    found = differing(call, dout, B200, True)
+    documents = drawn(Case((1, 1), (64, 64), {}), [300]) * 2
+    assert differing(documents, batch(documents), B200, **CAUSAL) == set()
+    found = differing(documents, batch(documents), B200, deterministic=True, **CAUSAL)
     assert found
     assert found <= {"dq", "dk", "dv"}
 
@@ -44,10 +65,9 @@ def test_entries_of_a_dense_causal_batch() -> None:
 @pytest.mark.slow
 def test_a_short_document_beside_a_long_one() -> None:
     """If invariant kernels of pairs of CTAs, which have other blocks, do not come with a long neighbour."""
-    call = random_call([70, 500], nheads=1, head_dim=256, dtype=torch.bfloat16)
-    dout = torch.randn(call.q.shape).to(call.q.dtype)
-    assert differing(call, dout, B200, "invariant") == set()
-    assert {"out", "lse"} & differing(call, dout, B200, True)
+    documents = drawn(Case((1, 1), (256, 256), {}), [70, 500])
+    assert differing(documents, packing(documents), B200) == set()
+    assert {"out", "lse"} & differing(documents, packing(documents), B200, deterministic=True)
 
 
 @pytest.mark.slow

@@ -1,20 +1,39 @@
-"""Documents of Hopper's calls, executed on the CPU from their PTX: the same bits alone and as entries of a batch."""
+"""Documents of Hopper's calls, executed on the CPU from their PTX: the same bits alone, among others and in a batch."""
+
+import random
 
 import pytest
 import torch
 
-from tests.lib.checks import random_call
 from tests.lib.interpreted.common import H100
 from tests.lib.interpreted.documents import differing
+from tests.lib.packings import Case, Options, batch, document, packing
+
+CAUSAL: Options = {"causal": True}
+# Documents, by queries and keys, packed with padding and in a padded batch; at d = 256 by clusters.
+CASES: dict[str, tuple[Case, list[tuple[int, int]]]] = {
+    "mask of one query": (Case((1, 1), (128, 128), {}, mask=True), [(1, 90), (70, 70)]),
+    "mask, grouped": (Case((2, 1), (64, 64), {}, mask=True), [(140, 200), (70, 70)]),
+    "bias of all heads": (Case((2, 2), (64, 64), {}, bias=1), [(140, 60), (70, 130)]),
+    "causal, grouped, d256": (Case((2, 1), (256, 256), CAUSAL), [(70, 140), (10, 10)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_packed_anywhere(name: str) -> None:
+    case, lengths = CASES[name]
+    documents = [document(random.Random(0), case, "cpu", torch.bfloat16, pair) for pair in lengths]
+    for layout in (packing(documents, random.Random(1)), batch(documents, random.Random(1))):
+        assert differing(documents, layout, H100, **case.options) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128])
 def test_entries_of_a_dense_causal_batch(d: int) -> None:
     """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""
-    call = random_call([300, 300], packed=False, nheads=1, head_dim=d, causal=True, dtype=torch.bfloat16)
-    dout = torch.randn(call.q.shape).to(call.q.dtype)
-    assert differing(call, dout, H100, "invariant") == set()
-    found = differing(call, dout, H100, True)
+    documents = [document(random.Random(0), Case((1, 1), (d, d), {}), "cpu", torch.bfloat16, (300, 300))] * 2
+    assert differing(documents, batch(documents), H100, **CAUSAL) == set()
+    found = differing(documents, batch(documents), H100, deterministic=True, **CAUSAL)
     assert found
     assert found <= {"dq", "dk", "dv"}

@@ -1,68 +1,87 @@
-"""Documents of interpreted calls: what a call leaves each of them, and the same document alone."""
+"""Calls of the public functions whose kernels an interpreter executes, and what they leave each document."""
 
-import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionSpec
-from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, offsets
-from tests.lib.interpreted import backward, forward
-from tests.lib.oracle import Call
+from flash_attn_cute.backends.base import BackwardCall, Gradients
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute.backend import CuteBackend
+from flash_attn_cute.calls import dispatch
+from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
+from tests.lib.checks import bitwise_equal
+from tests.lib.interpreted.common import Executed, architecture_of
+from tests.lib.packings import Document, Layout, packing, results
 
-Results = dict[str, Tensor]
-
-
-class Ordered(backward.Interpreted):
-    """The backend, whose backward pass is deterministic or "invariant"."""
-
-    def __init__(self, promise: bool | str, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.promise = promise
-
-    def prepare(self, spec: AttentionSpec, *given: Any) -> Any:
-        """Plans the pass of a spec that asks for it."""
-        return super().prepare(spec._replace(deterministic=True, packing_invariant=self.promise == "invariant"), *given)
+NUM_SMS = 2
 
 
-def results_of(call: Call, dout: Tensor, seed: int, capability: tuple[int, int], promise: bool | str) -> Results:
-    """Out, lse and the gradients, under schedules that are drawn."""
-    asked = {"packing_invariant": promise == "invariant"}
-    draw = random.Random(seed)
-    found = forward.results_of(call, draw, None, None, by_pairs=False, capability=capability, asked=asked)
-    true_lse = oracle.attention(call.to(torch.float64))[1].detach().float()
-    backend = Ordered(promise, draw, capability=capability)
-    return {"out": found.out, "lse": found.lse, **backward.execute(call, backend, true_lse, dout, None)}
+class Interpreted(CuteBackend):
+    """The backend, whose kernels are executed on the CPU, under schedules that are drawn."""
+
+    def __init__(self, capability: tuple[int, int], draw: random.Random):
+        kernel_of: Any = lambda config: Executed(SimpleNamespace(config=config), draw)  # noqa: E731
+        super().__init__(architecture_of(capability), kernel_of=kernel_of)
+
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
+        """Tensors on the CPU are what it takes."""
+        return ()
+
+    def _architecture_on(self, device: torch.device) -> Architecture:
+        return self.architecture
+
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
+        """See ``Backend.forward``."""
+        return self._forward(spec, inputs)
+
+    def backward(self, call: BackwardCall) -> Gradients:
+        """See ``Backend.backward``."""
+        return self._backward(call)
+
+    def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
+        """See ``Backend.forward_for``."""
+        return lambda inputs: self.forward(spec, inputs)
+
+    def backward_for(self, like: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+        """See ``Backend.backward_for``."""
+        return self.backward
 
 
-def parts(call: Call, x: Tensor, name: str) -> Iterator[Tensor]:
-    """Each document's part of a result, or of a tensor of rows."""
-    for entry, rows, _ in call.sequences():  # as many queries as keys
-        own = x if call.cu_seqlens_q is not None else x[entry]
-        yield (own[:, rows] if name == "lse" else own[rows]).contiguous()
+@contextmanager
+def interpreted(capability: tuple[int, int], seed: int = 0) -> Iterator[None]:
+    """Calls with ``backend="interpreted"`` run the kernels of GPUs of a compute capability meanwhile."""
+    backends: dict[str, Any] = {"interpreted": Interpreted(capability, random.Random(seed))}
+    with (
+        patch.dict(dispatch.BACKENDS, backends),
+        patch.object(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32)),
+        patch.object(cute_backend, "_num_sms", lambda device: NUM_SMS),
+    ):
+        yield
 
 
-def differing(call: Call, dout: Tensor, capability: tuple[int, int], promise: bool | str) -> set[str]:
-    """Results of which some document has other bits in a call than packed alone. Queries and keys are as many."""
-    together = results_of(call, dout, 0, capability, promise)
+def differing(
+    documents: list[Document],
+    layout: Layout,
+    capability: tuple[int, int],
+    sink: Tensor | None = None,
+    heard: int | None = None,
+    **options: Any,
+) -> set[str]:
+    """Results of which some document has other bits in a layout than packed alone; ``heard`` as in ``results``."""
     found = set()
-    tensors = [list(parts(call, x.detach(), "")) for x in (call.q, call.k, call.v, dout)]
-    for number, (q, k, v, own_dout) in enumerate(zip(*tensors, strict=True)):
-        cu = offsets([len(q)])
-        alone = dataclasses.replace(
-            call,
-            **{name: x.clone().requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)},
-            cu_seqlens_q=cu,
-            cu_seqlens_k=cu,
-            seqused_q=None,
-            seqused_k=None,
-        )
-        for name, x in results_of(alone, own_dout, number + 1, capability, promise).items():
-            got = list(parts(call, together[name], name))[number]
-            if not bitwise_equal(got, x.contiguous()):
-                found.add(name)
+    with interpreted(capability):
+        together = results(layout, documents, sink, heard=heard, backend="interpreted", **options)
+        for number, one in enumerate(documents):
+            if heard in (None, number):
+                alone = results(
+                    packing([one]), [one], sink, heard=None if heard is None else 0, backend="interpreted", **options
+                )[0]
+                found |= {name for name, x in alone.items() if not bitwise_equal(x, together[number][name])}
     return found
