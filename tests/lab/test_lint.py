@@ -13,6 +13,7 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
+from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100 import config as sm100
 from lab.lint import lint
 from tests.lib.compiled import code_for
@@ -330,6 +331,8 @@ HOPPER = {
     "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1),
     "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6),
     "backward of clusters": (backward_config("bfloat16", 256, 256, Features(deterministic=True)), 3),
+    "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
+    "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
 }
 
 

@@ -54,7 +54,7 @@ class SelectionQueryGradients:
         c, n, packed = self.config, a.numbers, self.config.features.packed
         unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
         columns = cute.domain_offset((Int64(unit.set) * (n.num_rows * n.top) + pick,), a.mColumns)
-        dQ_of = cute.domain_offset((pick, 0), mdQ[unit_idx, None, None])
+        dQ_of = cute.domain_offset((Int64(pick), 0), mdQ[unit_idx, None, None])  # of more than 2^31 numbers
         total = cute.make_rmem_tensor(_VECTOR, Float32)
         total.fill(0.0)
         for rank in cutlass.range(n.top, unroll=4):
@@ -124,7 +124,7 @@ class SelectionKeyGradients:
                 total = cute.make_rmem_tensor(_FOUR, Float32)
                 total.fill(0.0)
                 for part in cutlass.range(start * WARPGROUPS_BACKWARD, stop * WARPGROUPS_BACKWARD, unroll=4):
-                    add(total, cute.local_tile(parts[part, None], (_FOUR,), (vector,)))
+                    add(total, cute.local_tile(parts[Int64(part), None], (_FOUR,), (vector,)))
                 target = cute.local_tile(sums[row, None], (_FOUR,), (column // _FOUR,))
                 for i in cutlass.range_constexpr(_FOUR):
                     total[i] *= scale

@@ -61,8 +61,8 @@ class SelectionMerge:
         c, n, packed = self.config, a.numbers, self.config.features.packed
         unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
         columns = cute.domain_offset((Int64(unit.set) * (n.num_rows * n.top) + pick,), a.mColumns)
-        lse_of = cute.domain_offset((pick,), mLSE[unit_idx, None, in_group])
-        out_of = cute.domain_offset((pick, 0), mOut[unit_idx, None, None])
+        lse_of = cute.domain_offset((Int64(pick),), mLSE[unit_idx, None, in_group])
+        out_of = cute.domain_offset((Int64(pick), 0), mOut[unit_idx, None, None])  # of more than 2^31 numbers
         row_max, row_sum = -Float32.inf, Float32(0.0)
         for rank in cutlass.range(n.top, unroll=4):
             if columns[rank] < n.columns:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
@@ -243,7 +243,7 @@ class SelectionSm90(MainKernel):
         work.softmax.finish(acc_O, lse, None)
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0 and rows[r] // c.group < num_picks:
-                mLSE[unit_idx, picks[r], rows[r] % c.group] = lse[r] * LOG2_E
+                mLSE[unit_idx, Int64(picks[r]), rows[r] % c.group] = lse[r] * LOG2_E
         self._store(work, stored, num_picks)
 
     @cute.jit

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
@@ -204,7 +204,7 @@ class SelectionBackwardSm90(MainKernel):
         part = number * c.num_mma_warpgroups + work.warpgroup
         for acc, mX, columns in ((work.acc_dK, results[1], c.tile_d), (work.acc_dV, results[2], c.tile_dv)):
             gX = cute.make_tensor(
-                mX[unit_idx, part, None].iterator, cute.make_layout((c.tile_n, columns), stride=(columns, 1))
+                mX[unit_idx, Int64(part), None].iterator, cute.make_layout((c.tile_n, columns), stride=(columns, 1))
             )
             store_rows(acc, gX, Int32(0), Int32(c.tile_n), work.thread)
 
@@ -310,7 +310,8 @@ class SelectionBackwardSm90(MainKernel):
                 ring.release(step)  # to the producer warp
             for r in cutlass.range_constexpr(2):
                 if rows[r] // c.group < num_picks:
-                    gX = cute.local_tile(mdQ[work.unit_idx, picks[r], None], (c.tile_d,), (rows[r] % c.group,))
+                    heads = mdQ[work.unit_idx, Int64(picks[r]), None]
+                    gX = cute.local_tile(heads, (c.tile_d,), (rows[r] % c.group,))
                     store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
 
     @cute.jit
