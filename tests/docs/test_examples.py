@@ -24,6 +24,7 @@ def test_finetune() -> None:
     assert printed.endswith("PASSED\n")
 
 
+@pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots losses")
     sizes = ["--width", "64", "--layers", "1", "--length", "96", "--tokens", "256", "--steps", "6"]

@@ -66,6 +66,7 @@ def test_it_runs_elsewhere(installed: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["tensor(16.)", str(installed / "flash_attn_cute" / "__init__.py")], done.stderr
 
 
+@pytest.mark.slow
 def test_all_of_it_can_be_imported(installed: Path, tmp_path: Path) -> None:
     """Also where nothing else of the repository is."""
     pytest.importorskip("matplotlib", reason="drawing block masks needs matplotlib")

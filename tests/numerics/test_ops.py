@@ -133,6 +133,7 @@ def test_compile_with_fixed_sizes(device: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     step, _ = compiled(packed_step, "inductor")
     q, k, v = qkv(40, 4, 16, device="cpu")

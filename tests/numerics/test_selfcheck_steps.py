@@ -223,7 +223,7 @@ def test_runs_that_differ_are_found() -> None:
         repeated.run(replace(target(), backend=Wrong("dk", now_and_then)))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", tiered(ARCHITECTURES, "sm90"))
 def test_kernels_are_compiled_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run, which launches none, finds those of all steps, and each step gets the kernels that it judges."""
     architecture = ARCHITECTURES[name]
