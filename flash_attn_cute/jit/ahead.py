@@ -45,7 +45,7 @@ def wait(config: Any) -> None:
 def command(config: Any) -> list[str]:
     """The command that compiles the kernel of a configuration, unless it is in the folder."""
     given = pickle.dumps((sys.path, str(Path(__file__).parents[1]), pickle.dumps(config))).hex()
-    return [sys.executable, "-c", _PROGRAM, given]
+    return [sys.executable, "-I", "-c", _PROGRAM, given]  # nothing from the folder that it is begun in
 
 
 def _compile(config: Any) -> None:
