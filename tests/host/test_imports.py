@@ -231,8 +231,10 @@ assert not torch.cuda.is_initialized()
 print(share)
 """
     bytecode = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bytecode) for _ in range(5)
-    ]
-    assert all(run.returncode == 0 for run in runs), runs[0].stderr
-    assert min(float(run.stdout) for run in runs) < 0.04
+
+    def share() -> float:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bytecode)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    assert any(share() < 0.04 for _ in range(5))  # the first has no bytecode yet
