@@ -77,10 +77,6 @@ class Backend(Protocol):
         """
         ...
 
-    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Reasons why it has no backward pass for a call whose forward pass it serves; empty if it has one."""
-        ...
-
     def is_made_for(self, device: torch.device) -> bool:
         """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...

@@ -60,20 +60,6 @@ def untried(name: str, spec: AttentionSpec) -> tuple[str, ...]:
     )
 
 
-def check_gradients(name: str, spec: AttentionSpec) -> None:
-    """Checks that a backend has a backward pass for a call of which gradients may be wanted.
-
-    Raises:
-        ValueError: it has none.
-    """
-    lacking = BACKENDS[name].lacks_gradients(spec)
-    if lacking:
-        raise ValueError(
-            f"backend: expected one that computes gradients of this call, got {name!r}, which cannot: "
-            f"{'; '.join(lacking)}. It serves the call under torch.no_grad(), and backend='portable' serves both passes"
-        )
-
-
 def supposing(gpu: str) -> dict[str, Backend]:
     """The backends of a machine that has the usual GPU of an architecture; they explain calls and run none.
 

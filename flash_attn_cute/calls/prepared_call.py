@@ -81,14 +81,11 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
 
     Raises:
         TypeError: a tensor of the wrong type or dtype, or another kind of mask.
-        ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call, or none of
-            its gradients.
+        ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call.
         RuntimeError: as ``BlockMask.tables`` does.
     """
     planned = make_plan if watched else cached_plan
     plan, tables, selected, block_mask = planned(call), None, None, call.block_mask
-    if backward:
-        dispatch.check_gradients(plan.backend, plan.spec)
     if block_mask is not None and block_mask.selection_block:
         selected = block_mask.selected()
         if watched:

@@ -57,13 +57,7 @@ def test_late_engines(late: str) -> None:
     check(call, rng, lagging=frozenset({late}))
 
 
-BACKWARD = [name for name in CASES if name not in ("packed", "no-keys")]  # in which are sinks
-GRADIENTS: dict[str, dict[str, Any]] = {name: CASES[name] for name in BACKWARD}
-GRADIENTS["packed-softcap"] = CASES["packed"] | {"sink": False}
-GRADIENTS["no-keys"] = CASES["no-keys"] | {"sink": False}
-
-
-@pytest.mark.parametrize("options", tiered(GRADIENTS, "causal", values=True))
+@pytest.mark.parametrize("options", tiered(CASES, "causal", values=True))
 def test_gradients(options: dict[str, Any]) -> None:
     check_gradients(*drawn(options, 0), through_lse=True)
 
@@ -76,7 +70,7 @@ def test_late_engines_of_gradients(late: str) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_launches_for_some_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "causal": True}, 0)
+    call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "sink": True}, 0)
     for bound in (50_000, 20_000):  # two units, and some rows of one
         monkeypatch.setattr(selection, "_WORKSPACE", bound)
         check_gradients(call, rng)

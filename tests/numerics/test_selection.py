@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import selected
 from tests.lib.checks import (
     assert_matches_oracle,
@@ -256,15 +255,6 @@ def test_kernels_refuse_by_name(gpu: str, options: dict[str, Any], words: str) -
     with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: .*") as raised:
         on_meta(gpu=gpu, backend=gpu, **options)
     assert words in str(raised.value)
-
-
-def test_kernels_refuse_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is launched."""
-    monkeypatch.setattr(CuteBackend, "is_made_for", lambda self, device: True)
-    q = torch.randn(1, 64, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-    mask = BlockMask.from_selection(torch.zeros(1, 1, 64, 1, dtype=torch.int32), block=64, seqlen_k=64)
-    with pytest.raises(ValueError, match=r"computes gradients of this call, got 'sm90', which cannot: learnable_si"):
-        flash_attn_func(q, q, q, block_mask=mask, learnable_sink=torch.zeros(1), backend="sm90")
 
 
 INDICES = torch.zeros(1, 2, 6, 2, dtype=torch.int64)

@@ -112,12 +112,6 @@ class CuteBackend:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
-    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """See ``Backend.lacks_gradients``."""
-        return (
-            (f"{Feature.SINK.value} beside BlockMask.from_selection",) if spec.selection_block and spec.has_sink else ()
-        )
-
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
         if self.is_supposed or device.type != "cuda":
@@ -176,13 +170,11 @@ class CuteBackend:
         """
         if not (inputs.q.numel() and inputs.k.numel()):
             return None, None
-        shapes, backward = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0), None
-        forward = _for_people(selection.plan_selection(self.architecture, spec, shapes, selected, num_sms))
-        if not self.lacks_gradients(spec):
-            *sets, top = selected
-            halves = *sets, top * spec.selection_block // HALF
-            backward = selection.plan_selection_backward(self.architecture, spec, shapes, halves, num_sms)
-        return forward, None if backward is None else _for_people(backward)
+        shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, _num_sequences(inputs), 0)
+        forward = selection.plan_selection(self.architecture, spec, shapes, selected, num_sms)
+        halves = *selected[:-1], selected[-1] * spec.selection_block // HALF
+        backward = selection.plan_selection_backward(self.architecture, spec, shapes, halves, num_sms)
+        return _for_people(forward), _for_people(backward)
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
@@ -292,8 +284,6 @@ class CuteBackend:
             dout = zeroed(dout, sees(seen.keys))
             found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, residual, need_dbias, need_dsink))
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
-        if spec.selection_block:
-            return self._backward_selected(call)
         inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
         # Twice as fast as new_empty.
@@ -307,6 +297,8 @@ class CuteBackend:
             dsink = None if sink is None else _dsink_without_keys(spec, inputs, sink, lse, dlse)
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
+        if spec.selection_block:
+            return self._backward_selected(call, Gradients(dq, dk, dv))
         inputs = over_scores(inputs)
         runs_packed = _runs_packed(spec, inputs)
         layout = _layout(inputs, bias, is_repacked=runs_packed and not spec.packed)
@@ -333,22 +325,16 @@ class CuteBackend:
             dsink = sums.neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
 
-    def _backward_selected(self, call: BackwardCall) -> Gradients:
-        """Gradients of a call in which each query selects key blocks; larger ones are cut into such of 64 keys."""
-        spec, inputs, num_sequences = call.spec, call.inputs, _num_sequences(call.inputs)
-        dq, dk, dv = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
-        )
-        grads = Gradients(dq, dk, dv)
-        if not (dq.numel() and dk.numel()) or (spec.packed and not num_sequences):
-            return Gradients(*(x.zero_() for x in grads[:3]))
+    def _backward_selected(self, call: BackwardCall, grads: Gradients) -> Gradients:
+        """Fills gradients where each query selects key blocks, of which larger ones are cut into such of 64 keys."""
+        spec, inputs = call.spec, call.inputs
         while spec.selection_block > HALF:
             inputs, spec = in_halves(inputs), spec._replace(selection_block=spec.selection_block // 2)
         assert inputs.selected is not None
-        shapes = dq.shape, dk.shape, num_sequences, inputs.selected.shape
-        launch = self._prepare_selection_backward(spec, *shapes, call.dlse is not None, dq.device)
-        selection.launch_backward(launch.kernel, launch.plan, call._replace(spec=spec, inputs=inputs), grads)
-        return grads
+        shapes = inputs.q.shape, inputs.k.shape, _num_sequences(inputs), inputs.selected.shape
+        launch = self._prepare_selection_backward(spec, *shapes, call.dlse is not None, inputs.q.device)
+        dsink = selection.launch_backward(launch.kernel, launch.plan, call._replace(spec=spec, inputs=inputs), grads)
+        return grads._replace(dsink=dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import plan
@@ -21,6 +22,7 @@ from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS, backward_workspace_parts, workspace_parts
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 
+_LOG2_E = math.log2(math.e)
 _BESIDE = "beside BlockMask.from_selection"
 _WORKSPACE = 3 << 30  # bytes of a launch at the most, unless one query takes more
 _MAX_PICKS = 2**31 - 1  # of all sets of a launch
@@ -54,11 +56,6 @@ def limits(spec: AttentionSpec) -> tuple[str, ...]:
         "precise_gradients=True": spec.precise_gradients,
     }
     return (*reasons, *(f"{name} {_BESIDE}" for name, is_asked in refused.items() if is_asked))
-
-
-def lacks_gradients(spec: AttentionSpec) -> tuple[str, ...]:
-    """Why kernels have no backward pass for a selection whose forward pass they serve; empty if they have one."""
-    return (f"learnable_sink {_BESIDE}",) if spec.has_sink else ()
 
 
 def _either(numbers: tuple[int, ...]) -> str:
@@ -172,8 +169,11 @@ def launch(kernel: Any, planned: SelectionPlan, spec: AttentionSpec, inputs: Att
             results.lse[:, first : first + rows["num_rows"]].masked_fill_(~tables.real, -torch.inf)
 
 
-def launch_backward(kernel: Any, planned: SelectionPlan, call: BackwardCall, grads: Gradients) -> None:
-    """Fills dq, dk and dv of a call with at least a query and a key, whose selected blocks have 64 keys."""
+def launch_backward(kernel: Any, planned: SelectionPlan, call: BackwardCall, grads: Gradients) -> Tensor | None:
+    """Fills dq, dk and dv of a call with at least a query and a key, whose selected blocks have 64 keys.
+
+    Returns the gradient of a sink, if it is needed.
+    """
     spec, inputs, n = call.spec, call.inputs, planned.numbers
     dk, dv = (torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in grads[1:3])
     workspace = torch.empty(planned.workspace_size, dtype=torch.uint8, device=dk.device)
@@ -198,19 +198,40 @@ def launch_backward(kernel: Any, planned: SelectionPlan, call: BackwardCall, gra
         mWorkspace=workspace,
         numbers=n,
     )
+    group, dsinks = planned.config.group, torch.zeros_like(call.lse[..., 0], dtype=torch.float32).view(-1)
+    sinks = None
+    if call.need_dsink and inputs.learnable_sink is not None:
+        sinks = inputs.learnable_sink.float().expand(len(dsinks) // spec.nheads, -1).reshape(-1, group)
     for rows, tables in _tables_of_launches(spec, inputs, planned):
         for units in _units_of_launches(planned):
+            numbers = n._replace(**rows, **units)
             kernel(
                 arguments._replace(
                     mColumns=tables.columns,
                     mEntries=tables.entries,
                     mItems=tables.items,
                     mItemSpans=tables.item_spans,
-                    numbers=n._replace(**rows, **units),
+                    numbers=numbers,
                 )
             )
+            if sinks is not None:
+                _add_dsinks(dsinks.view(-1, group), sinks, workspace, numbers)
     grads.dk.copy_(dk)
     grads.dv.copy_(dv)
+    if sinks is None or inputs.learnable_sink is None:
+        return None
+    return dsinks.view(-1, spec.nheads).sum(0).to(inputs.learnable_sink.dtype)
+
+
+def _add_dsinks(dsinks: Tensor, sinks: Tensor, workspace: Tensor, numbers: SelectionNumbers) -> None:
+    """Adds a launch's gradients of sinks, (units, heads of a group), from lse in base 2 and delta in its workspace."""
+    shape = numbers.num_units, numbers.num_rows, sinks.shape[1]
+    size = 4 * math.prod(shape)
+    lse, delta = (
+        workspace[start : start + size].view(torch.float32).view(shape) for start in (0, workspace_bytes({"": shape}))
+    )
+    units = slice(numbers.first_unit, numbers.first_unit + numbers.num_units)
+    dsinks[units] -= (torch.exp2(sinks[units, None] * _LOG2_E - lse) * delta).sum(1)
 
 
 def _tables_of_launches(

@@ -30,10 +30,6 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
-    def lacks_gradients(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """No reason: it has a backward pass for every call."""
-        return ()
-
     def is_made_for(self, device: torch.device) -> bool:
         """For none; it serves where others do not."""
         return False

@@ -57,7 +57,7 @@ class SelectionPreprocess:
                 head, entry = unit.number * group + in_group, Int32(0) if const_expr(packed) else unit.batch
                 delta -= numbers_first(a.mdLSE, packed)[n.first_row + row, head, entry]
             mLSE[unit_idx, row, in_group] = lse
-            mDelta[unit_idx, row, in_group] = delta
+            mDelta[unit_idx, row, in_group] = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
 
     @cute.jit
     def _product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
@@ -67,5 +67,7 @@ class SelectionPreprocess:
             cute.autovec_copy(cute.local_tile(gX, (_VECTOR,), (lane,)), target)
         total = Float32(0.0)
         for i in cutlass.range_constexpr(_VECTOR):
-            total += o[i].to(Float32) * do[i].to(Float32)
+            # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
+            x = o[i].to(Float32)
+            total += x * cutlass.select_(x != 0.0, do[i].to(Float32), Float32(0.0))
         return total

@@ -84,10 +84,15 @@ def check_gradients(
     dlse = torch.randn(lse.shape) if through_lse else None
     with torch.no_grad():
         given = out.to(call.q.dtype), lse.float(), dout, dlse
-        found = Interpreted(draw=draw, lagging=lagging)._backward(BackwardCall(spec, inputs, *given))
+        asked = BackwardCall(spec, inputs, *given, need_dsink=call.learnable_sink is not None)
+        found = Interpreted(draw=draw, lagging=lagging)._backward(asked)
     expected = gradients(truth, out, lse, dout, dlse)
     yardstick = gradients(low, *oracle.attention(low), dout, dlse)
     size = max([1.0, *(x.abs().max().item() for x in expected.values() if x.numel())])
+    assert (found.dsink is None) == (call.learnable_sink is None)
+    if found.dsink is not None:
+        dsink = expected["dlearnable_sink"], yardstick["dlearnable_sink"]
+        assert_close("dsink", found.dsink, *dsink, 3.0 if call.softcap else 2.0, size)
     got = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
     real_q, real_k = call.real_rows()
     for (name, x), real in zip(got.items(), (real_q, real_k, real_k), strict=True):
