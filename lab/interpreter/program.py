@@ -69,7 +69,7 @@ class Step(NamedTuple):
     """An instruction as it is executed."""
 
     text: str
-    kind: str  # "run", "poll" (which also ends the warp's turn), "branch", "return", or "arrive", or what is waited for
+    kind: str  # "run", "poll" (which also ends the warp's turn), "together", "branch", "return", or what is waited for
     what: Any  # belongs to that: an ``Effect``, where a branch goes, what shows when a wait is over
     predicate: tuple[str, bool] | None  # register, and whether it has to be false
 
@@ -119,6 +119,8 @@ class Program:
             return "registers", operands[0].number
         if is_a("cp.async.bulk.wait_group"):
             return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
+        if is_a("elect", "vote"):
+            return "together", _decoder(s.name)(s)  # once all lanes have come
         # Loops that wait for what others write would otherwise take all of a warp's turn.
         return "poll" if is_a("ld.acquire", "nanosleep") else "run", _decoder(s.name)(s)
 

@@ -134,7 +134,7 @@ class _Schedule:
             mask = None if count == len(chosen) else chosen
             if not count:
                 pass
-            elif kind in ("run", "poll"):
+            elif kind in ("run", "poll") or (kind == "together" and (mask is None or not warp.places)):
                 try:
                     what(warp, mask)
                 except Exception as error:

@@ -15,6 +15,7 @@ CASES: dict[str, tuple[Case, list[tuple[int, int]]]] = {
     "mask of one query": (Case((1, 1), (128, 128), {}, mask=True), [(1, 90), (70, 70)]),
     "mask, grouped": (Case((2, 1), (64, 64), {}, mask=True), [(140, 200), (70, 70)]),
     "bias of all heads": (Case((2, 2), (64, 64), {}, bias=1), [(140, 60), (70, 130)]),
+    "softcap, grouped": (Case((2, 1), (64, 64), {**CAUSAL, "softcap": 8.0}), [(70, 100), (10, 10)]),
     "causal, grouped, d256": (Case((2, 1), (256, 256), CAUSAL), [(70, 140), (10, 10)]),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.kernels.registry import Architecture
@@ -60,7 +61,7 @@ def interpreted(capability: tuple[int, int], seed: int = 0) -> Iterator[None]:
     backends: dict[str, Any] = {"interpreted": Interpreted(capability, random.Random(seed))}
     with (
         patch.dict(dispatch.BACKENDS, backends),
-        patch.object(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32)),
+        patch.object(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32)),
         patch.object(cute_backend, "_num_sms", lambda device: NUM_SMS),
     ):
         yield
