@@ -74,7 +74,7 @@ def test_any_lane_is_elected() -> None:
 
 @pytest.mark.parametrize("instruction", ["elect.sync %r4|%p2, -1;", "vote.sync.any.pred %p2, %p3, -1;"])
 def test_lanes_come_by_a_longer_way(instruction: str) -> None:
-    """What a warp does together waits for lanes whose way is further down; if some never come, that is a fault."""
+    """A whole warp's instructions wait for lanes whose way is further down; if some never come, that is a fault."""
     apart = "setp.lt.u32 %p3, %r1, 16;\n@%p3 bra LONGER;\nMEET:\n"
     longer = "ret;\nLONGER:\nadd.u32 %r4, %r1, 1;\n"
     run(f"{apart}{instruction}\n{longer}bra MEET;", "", 0)
