@@ -25,7 +25,6 @@ from flash_attn_cute.calls.flat_call import BIAS, NUM_ALL_TENSORS, NUM_ANY, NUM_
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.calls.torch_modes import (
     is_below_autograd,
-    is_thread_watched,
     is_transformed,
     looks_like,
     needs_dispatcher,
@@ -306,14 +305,14 @@ def _backward_of(call: BackwardCall, plan: Plan) -> Callable[[BackwardCall], Gra
     given = (q, k, v, cu_q, None if is_shared else cu_k, *others, out, lse, dout, dlse, residual)
     tensors = [x for x in given if x is not None]
     passes, backend = plan.passes, dispatch.BACKENDS[plan.backend]
+    if needs_dispatcher(tensors):
+        return None
     if passes is None or inputs.block_mask is not None or inputs.selected is not None:
-        return None if needs_dispatcher(tuple(tensors)) else backend.backward
+        return backend.backward
     key = is_shared, dlse is not None, need_dbias, need_dsink
     known = passes.backward.get(key)
-    if known is not None and not is_thread_watched() and known[0](*tensors):
+    if known is not None and known[0](*tensors):
         return known[1]
-    if needs_dispatcher(tuple(tensors)):
-        return None
     run = backend.backward_for(call)
     if len(set(map(id, tensors))) == len(tensors):
         passes.backward[key] = looks_like(tensors), run

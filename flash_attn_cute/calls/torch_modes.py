@@ -53,7 +53,7 @@ _PLAIN_KEYS = _key_bits(
 )
 
 
-def needs_dispatcher(tensors: tuple[Any, ...]) -> bool:
+def needs_dispatcher(tensors: Sequence[Any]) -> bool:
     """Whether anything but autograd and a backend would act on an operator called with these tensors (or None).
 
     No single place in PyTorch knows of all that could, so several are asked:
@@ -88,9 +88,9 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that says whether tensors look like these, none of which stands there twice.
 
     Equal are types, dispatch keys (those of the thread included), dtypes, devices, shapes, strides, and whether they
-    require gradients. So where these do not need the dispatcher, no others that look like them do, unless the thread is
-    watched. These are Dynamo's guards, which take a tenth of the time that reading the attributes takes. They hold no
-    tensors, and say no where a tensor stands twice.
+    require gradients. These are Dynamo's guards, which take a tenth of the time that reading the attributes takes. They
+    hold no tensors, say no where a tensor stands twice, and end the process at a tensor that has no strides, as nested
+    and sparse ones. So it is called with tensors that do not need the dispatcher.
     """
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]

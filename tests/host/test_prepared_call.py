@@ -188,7 +188,7 @@ def test_repeated_calls_are_not_looked_at_again(
     expected = both(others)
     monkeypatch.setattr(prepared_call, "_kept", {})
     both(given)
-    for module, name in ((prepared_call, "cached_plan"), (attend, "needs_dispatcher"), (ops, "needs_dispatcher")):
+    for module, name in ((prepared_call, "cached_plan"), (attend, "needs_dispatcher"), (ops, "looks_like")):
         monkeypatch.setattr(module, name, None)
     assert all(torch.equal(x, y) for x, y in zip(both(others), expected, strict=True))
 
@@ -270,7 +270,32 @@ def test_the_last_looks_are_compared_and_no_others(monkeypatch: pytest.MonkeyPat
 
 
 # As many as there are.
-MOST_FUNCTIONS = {"no_grad": 13, "recording": 15, "backward": 6}
+WITHOUT_STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": lambda x: x.to_sparse(),
+    "sparse rows": lambda x: x[0, 0].to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+@pytest.mark.parametrize("name", ["q", "v"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+def test_tensors_without_strides_after_others(kind: str, name: str) -> None:
+    """They are refused as in a first call: guards, which read strides, would end the process."""
+    call = dense()
+    flash_attn_func(**call)
+    with pytest.raises(TypeError, match="expected a"):
+        flash_attn_func(**call | {name: WITHOUT_STRIDES[kind](call[name])})
+
+
+def test_a_gradient_without_strides_after_others() -> None:
+    call = {name: x.requires_grad_() for name, x in dense().items()}
+    flash_attn_func(**call).backward(torch.ones(2, 6, 4, 8))
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        flash_attn_func(**call).backward(torch.ones(2, 6, 4, 8).to_sparse())
+
+
+MOST_FUNCTIONS = {"no_grad": 14, "recording": 16, "backward": 7}
 
 
 def test_host_work_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
