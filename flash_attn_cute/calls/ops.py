@@ -24,7 +24,9 @@ from flash_attn_cute.calls.attention_call import NUM_TENSORS
 from flash_attn_cute.calls.flat_call import BIAS, NUM_ALL_TENSORS, NUM_ANY, NUM_RESULTS, NUMBERS, SINK, TENSORS
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.calls.torch_modes import (
+    have_strides,
     is_below_autograd,
+    is_thread_watched,
     is_transformed,
     looks_like,
     needs_dispatcher,
@@ -305,14 +307,14 @@ def _backward_of(call: BackwardCall, plan: Plan) -> Callable[[BackwardCall], Gra
     given = (q, k, v, cu_q, None if is_shared else cu_k, *others, out, lse, dout, dlse, residual)
     tensors = [x for x in given if x is not None]
     passes, backend = plan.passes, dispatch.BACKENDS[plan.backend]
-    if needs_dispatcher(tensors):
-        return None
     if passes is None or inputs.block_mask is not None or inputs.selected is not None:
-        return backend.backward
+        return None if needs_dispatcher(tensors) else backend.backward
     key = is_shared, dlse is not None, need_dbias, need_dsink
     known = passes.backward.get(key)
-    if known is not None and known[0](*tensors):
+    if known is not None and not is_thread_watched() and have_strides(tensors) and known[0](*tensors):
         return known[1]
+    if needs_dispatcher(tensors):
+        return None
     run = backend.backward_for(call)
     if len(set(map(id, tensors))) == len(tensors):
         passes.backward[key] = looks_like(tensors), run

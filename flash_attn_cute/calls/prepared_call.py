@@ -17,7 +17,7 @@ from flash_attn_cute import kept
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.torch_modes import looks_like, needs_dispatcher, without_default_device
+from flash_attn_cute.calls.torch_modes import have_strides, is_thread_watched, looks_like, without_default_device
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options, Results
 
@@ -105,10 +105,10 @@ def recalled(call: AttentionCall) -> Plan | None:
 
     None if there is none, or a mode is on. Calls with a mask, bias or block mask are not found.
     """
-    if call.block_mask is not None or call.mask is not None or call.bias is not None:
+    if call.block_mask is not None or call.mask is not None or call.bias is not None or is_thread_watched():
         return None
     tensors, key = _given(call)
-    if needs_dispatcher(tensors):
+    if not have_strides(tensors):
         return None
     for looks_alike, plan in _kept.get(key, ()):
         if looks_alike(*tensors):
