@@ -13,6 +13,7 @@ _GRADIENTS, _SUMS = (_OF_CLUSTER[name][0] for name in ("gradients", "sums"))
 _SECOND_LAGS = frozenset(_OF_CTA["mma"][4:])  # the second warpgroup
 _LAST_LAGS = frozenset(_OF_CLUSTER["gradients"][-1:])
 _SCORES_LAG, _SUMS_LAG = (frozenset(_OF_CLUSTER[name]) for name in ("scores", "sums"))
+_OTHER_CTA_LAGS = frozenset((1, warp) for warp in _OF_CLUSTER["gradients"])
 
 _FENCES, _WAITS = find(_MMA, "wgmma.fence", 7), find(_MMA, "wgmma.wait_group", 6)
 _OF_BACKWARD = find(_MMA, "wgmma.wait_group", 6)
@@ -91,6 +92,7 @@ HOPPER_CLUSTER: Bugs = {
             "a CTA ends while the other one reaches it",
             find(_SUMS, "barrier.cluster", 4)[2:].left_out(),
             "steps",
+            _OTHER_CTA_LAGS,
         ),
     ),
     "missing fence": (
