@@ -1,11 +1,17 @@
-"""Fixtures of the tests of compiled kernels: a folder that has one, and a stand-in for the compiler."""
+"""Fixtures of the tests of compiled kernels: a folder that has one, and stand-ins for the compiler and for a GPU."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.jit import cache, disk, key
 from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, Warm, outcome, start
+from tests.lib.launches import Launched
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +32,21 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warm: Warm) -> Com
     monkeypatch.setattr(cache, "_kernels", {})
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
     return stand_in
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Every call of compiled code; tensors on the CPU pass for those of a GPU."""
+    seen: list[Launched] = []
+
+    def kernel(config: Any) -> Callable[[Any], None]:
+        return lambda arguments: seen.append(Launched(config, arguments))
+
+    monkeypatch.setattr(cache, "kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    properties = SimpleNamespace(multi_processor_count=132, major=10, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(2, dtype=torch.int32)})
+    return seen

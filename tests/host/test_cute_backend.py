@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,37 +11,13 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.backends.cute import CuteBackend, counters
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import Argument, described
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-
-
-class Launched(NamedTuple):
-    """One call of compiled code."""
-
-    config: Any
-    arguments: Any
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """Every call of compiled code; tensors on the CPU pass for those of a GPU."""
-    seen: list[Launched] = []
-
-    def kernel(config: Any) -> Callable[[Any], None]:
-        return lambda arguments: seen.append(Launched(config, arguments))
-
-    monkeypatch.setattr(cache, "kernel", kernel)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(2, dtype=torch.int32)})
-    return seen
+from tests.lib.launches import Launched
 
 
 def both_passes(

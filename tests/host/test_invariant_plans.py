@@ -8,20 +8,19 @@ changes no bit. So a choice that looks at more than the document fails here, unl
 import dataclasses
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.backends.cute import CuteBackend, counters
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.portable.backend import _runs
-from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.lengths import Rows
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from tests.lib.launches import Launched
 from tests.lib.packings import Case, Document, Layout, Place, batch, document, packing
 from tests.lib.specs import spec_of
 
@@ -48,31 +47,6 @@ IRRELEVANT = {
     "sums_queries": "likewise of one query: others are zeros",
     "sums_keys": "likewise of one key",
 }
-
-
-class Launched(NamedTuple):
-    """A call of compiled code."""
-
-    config: Any
-    arguments: Any
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """Every call of compiled code; tensors on the CPU pass for those of a GPU."""
-    seen: list[Launched] = []
-
-    def kernel(config: Any) -> Callable[[Any], None]:
-        return lambda arguments: seen.append(Launched(config, arguments))
-
-    monkeypatch.setattr(cache, "kernel", kernel)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    properties = SimpleNamespace(multi_processor_count=132, major=10, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(2, dtype=torch.int32)})
-    return seen
 
 
 def launch(architecture: str, layout: Layout, documents: list[Document], options: Options) -> None:

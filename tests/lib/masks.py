@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import BlockMask
+from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.block_tables import BlockTables
+from tests.lib.checks import bitwise_equal, synchronisations
 from tests.lib.oracle import Call
 
 TILE = 128
@@ -310,3 +311,25 @@ def random_selection(call: Call, rng: random.Random, block: int, top: int) -> Ca
     nothing = torch.rand(shape[:-1], generator=generator) < 0.1
     indices = indices.masked_fill(nothing[..., None], -rng.choice([1, 2**31])).to(call.q.device)
     return with_selection(call, indices if rng.random() < 0.5 else indices.clamp(-(2**31)).int(), block)
+
+
+def assert_selections_are_captured(backend: str) -> None:
+    """Blocks are selected anew in a call: the host never waits, and graphs capture it."""
+    tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
+        out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend=backend)
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    both()
+    assert synchronisations(both) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(2):
+        indices.random_(-1, 8)
+        graph.replay()
+        assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))

@@ -46,7 +46,7 @@ class Document:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """How many queries and keys it has."""
         return len(self.q), len(self.k)
 
 

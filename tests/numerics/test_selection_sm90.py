@@ -20,9 +20,8 @@ from tests.lib.checks import (
     padded_results,
     random_call,
     run,
-    synchronisations,
 )
-from tests.lib.masks import random_selection, with_selection
+from tests.lib.masks import assert_selections_are_captured, random_selection, with_selection
 from tests.lib.oracle import Call
 
 pytestmark = hopper_alone("no other architecture has kernels for selections")
@@ -106,25 +105,7 @@ def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_host_never_waits() -> None:
-    """Blocks are selected anew in a call, which graphs capture."""
-    tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
-    dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
-
-    def both() -> tuple[Tensor, ...]:
-        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
-        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
-        out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
-        return (out, *torch.autograd.grad(out, (q, k, v), dout))
-
-    both()
-    assert synchronisations(both) == 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    for _ in range(2):
-        indices.random_(-1, 8)
-        graph.replay()
-        assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))
+    assert_selections_are_captured("sm90")
 
 
 def test_compiled() -> None:
