@@ -111,7 +111,7 @@ class Options(NamedTuple):
 
     @property
     def promise(self) -> Deterministic:
-        """The user's ``deterministic``."""
+        """Value of the argument ``deterministic`` that asks for both flags as they are."""
         return "invariant" if self.packing_invariant else self.deterministic
 
 

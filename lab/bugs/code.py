@@ -211,7 +211,7 @@ class LeftOut:
     found: Found
 
     def __call__(self, c: Code) -> list[Edit]:
-        """The edits."""
+        """Edits that take the instructions out of a kernel."""
         return [Edit(*c.span(x), "") for x in self.found.look(c)]
 
 

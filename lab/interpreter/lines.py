@@ -14,11 +14,11 @@ class _OfThreads(Load):
 
     @property
     def num_bytes(self) -> int:
-        """None."""
+        """Bytes that it signals."""
         return 0
 
     def halves(self) -> list[Copy]:
-        """It is whole."""
+        """The load itself, which is not cut in two."""
         return [self]
 
 
@@ -38,7 +38,7 @@ class Lines(_OfThreads):
         memory.show_later(self.warp, cta.shared, places, self.lanes)
 
     def signal(self, cta: Cta) -> None:
-        """Signals nothing."""
+        """Leaves the barrier as it is: its threads arrive themselves."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class LinesEnd(_OfThreads):
                 line.load(cta)
 
     def signal(self, cta: Cta) -> None:
-        """Arrives."""
+        """Arrives at the barrier for all of the threads."""
         cta.barrier(self.barrier).arrive(self.count)
 
 
