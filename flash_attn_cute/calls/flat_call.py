@@ -34,7 +34,7 @@ OPTIONS = (
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
-    "bool half_columns, SymInt selection_block, " + OPTIONS.format(backend="str backend")
+    "SymInt half_columns, SymInt selection_block, " + OPTIONS.format(backend="str backend")
 )
 _NUM_TABLES = NUM_TENSORS + NUM_FLAT  # and with a block mask's rows and columns
 _NUM_REAL = _NUM_TABLES + 2  # and with its real rows

@@ -36,7 +36,7 @@ class KnownOfBlockMask(NamedTuple):
     low_contention: bool
     has_m_block_order: bool
     half_blocks: bool
-    half_columns: bool
+    half_columns: int
     selection_block: int
 
 

@@ -78,6 +78,7 @@ _ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
 _SEEN = Argument(Kind("Int32", rank=1, align=8), when="features.intervals")
 _OF_LISTS = Argument(INT, when="features.listed")
 _OF_BLOCKS = Argument(INT, when="features.block_mask")
+_OF_CELLS = Argument(INT, when="stores_dS")
 _TABLE = Argument(INTS, when="features.block_mask")
 
 
@@ -153,6 +154,9 @@ class BackwardNumbers(NamedTuple):
     sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
     heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
     num_sms: Annotated[Any, _INT]
+    num_cells: Annotated[Any, _OF_CELLS]  # of dS in the workspace (``common.ds_cells``)
+    cells_a_chunk: Annotated[Any, _OF_CELLS]  # in which the last section of a chunk begins
+    num_chunks: Annotated[Any, _OF_CELLS]  # of heads, at the most
 
 
 class BackwardArguments(NamedTuple):
@@ -299,6 +303,16 @@ class MaskSizes(NamedTuple):
     m_blocks: Any  # of queries a set
     blocks: Any  # of keys that a query can see
     key_tiles: Any  # a set
+
+
+class CellSizes(NamedTuple):
+    """Sizes of the tables of cells of dS (``common.ds_cells``)."""
+
+    rows: Any  # blocks of queries that do not see alike
+    heads: Any  # of all batch entries
+    tile_heads: Any  # the same, but for those that share tiles of keys
+    chunks: Any
+    num: Any  # of cells
 
 
 def workspace_bytes(parts: dict[str, tuple[int, ...]]) -> int:

@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar
 
-from flash_attn_cute.kernels.arguments import MaskSizes, workspace_bytes
+from flash_attn_cute.kernels.arguments import CellSizes, MaskSizes, workspace_bytes
 from flash_attn_cute.kernels.features import Case, Features
 
+CELL_NUMBERS = 64 * 64 // 2  # of 4 bytes, of a cell of dS (``common.ds_cells``): 64 x 64 of 16 bits
 NUM_RANGES = 5  # numbers of a tile of keys that fixed point needs (``common.fixed_point``)
 
 # Under a right bound the longest tiles would come last (``common.key_tiles``); packed sequences and grouped heads lose
@@ -18,6 +19,7 @@ class BackwardSizes:
     ctas_a_tile: ClassVar[int]
     ctas_an_sm: ClassVar[int] = 1  # that are there at a time
     fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
+    stores_dS: ClassVar[bool] = False  # the main kernel stores dS in place of adding dQ (``common.ds_cells``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
     persistent: ClassVar[bool] = True  # whether a CTA, or a cluster, takes one tile after the other
 
@@ -61,7 +63,13 @@ class BackwardSizes:
         raise NotImplementedError
 
     def parts(
-        self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
+        self,
+        heads: Any,
+        num_m_blocks: Any,
+        heads_k: Any,
+        num_n_blocks: Any,
+        mask: MaskSizes | None,
+        cells: CellSizes | None = None,
     ) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
 
@@ -71,12 +79,24 @@ class BackwardSizes:
             heads_k: of keys.
             num_n_blocks: tiles of keys a head.
             mask: what there is of the tables that are made of a mask; None without one.
+            cells: what there is of cells of dS; None where dQ is summed in the workspace.
         """
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
             "mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m),
-            "mdQaccum": (heads, num_m_blocks, self.tile_m * self.tile_d),
         }
+        if cells is None:
+            parts["mdQaccum"] = heads, num_m_blocks, self.tile_m * self.tile_d
+        else:
+            parts |= {
+                "mCells": (heads, num_m_blocks),
+                "mRowCells": (cells.rows,),
+                "mHeadCells": (cells.heads,),
+                "mTileHeadsCells": (cells.tile_heads,),
+                "mChunks": (cells.chunks + 1,),
+                "mCellKeys": (cells.num,),
+                "mdS": (cells.num, CELL_NUMBERS),
+            }
         if self.counts_additions:
             parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks
         if self.fixed_point:
@@ -95,7 +115,14 @@ class BackwardSizes:
         return parts
 
     def workspace_size(
-        self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, mask: MaskSizes | None, shares: bool
+        self,
+        heads: int,
+        num_m_blocks: int,
+        heads_k: int,
+        num_n_blocks: int,
+        mask: MaskSizes | None,
+        shares: bool,
+        cells: CellSizes | None = None,
     ) -> int:
         """Bytes of workspace.
 
@@ -106,8 +133,9 @@ class BackwardSizes:
             num_n_blocks: as in ``parts``.
             mask: as in ``parts``.
             shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
+            cells: as in ``parts``.
         """
-        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask)
+        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask, cells)
         if not shares:
             parts.pop("mdKVaccum", None)
         return workspace_bytes(parts)

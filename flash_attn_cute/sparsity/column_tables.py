@@ -102,11 +102,23 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: 
 
 
 def half_columns(
-    rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: Tensor | None = None
+    rows: BlockRows,
+    order: Tensor | None,
+    sizes: Sizes,
+    m_block_order: Tensor | None = None,
+    most: int | None = None,
 ) -> BlockColumns:
-    """Makes the columns of blocks of 64 keys, and of 64 queries; arguments are those of ``columns``.
+    """Makes the columns of blocks of 64 keys, and of 64 queries; further arguments are those of ``columns``.
 
     A block of 128 is launched as its second half, then its first one, so that last keys come first in either size.
+
+    Args:
+        rows: of a mask.
+        order: see ``columns``.
+        sizes: of the mask.
+        m_block_order: see ``columns``.
+        most: how many visible blocks of 64 x 64 there are at the most; backends size workspaces by the number of
+            entries. None: they are counted, which waits for the device.
     """
     blocks_q, blocks_k, device = sizes.blocks_q, sizes.blocks_k, rows.spans.device
     start, count = rows.spans.flatten(0, 2).unbind(1)
@@ -139,6 +151,7 @@ def half_columns(
     )[:, by_column]  # (half of the keys, entry, half of the queries, 3)
     visible = adds.permute(2, 0, 1)[:, by_column].flatten()
     entries, before = _without_empty(halves.flatten(0, 2), visible)
+    entries = entries[: int(before[-1]) if most is None else most].clone()  # not a view, which keeps all of it
     ends = before[2 * (edges + len(row) * half[:, None])]
     spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
     spans = spans.view(2, sizes.batch, sizes.heads, blocks_k, 2).permute(1, 2, 3, 0, 4).flatten(2, 3)

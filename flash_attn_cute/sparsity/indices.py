@@ -106,6 +106,10 @@ class Indices(PerHead):
         """Whether blocks have 64 keys, and no query block attends to more than half of them."""
         return self.half_blocks and self.block_k == HALF and 2 * self.indices.shape[3] <= self.blocks_k
 
+    def most_halves(self, sizes: Sizes) -> int:
+        _, _, blocks_q, width = self.indices.shape
+        return blocks_q * width * (self.block_q // HALF) * (self.block_k // HALF)
+
     @property
     def blocks_k(self) -> int:
         """Number of key blocks of the size that the indices count."""

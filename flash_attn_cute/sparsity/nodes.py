@@ -129,6 +129,10 @@ class Node:
         """
         return False
 
+    def most_halves(self, sizes: Sizes) -> int:
+        """Number of visible blocks of 64 x 64 of a head at the most, as far as it is known without the device."""
+        return -(-sizes.seqlen_q // bits.HALF) * -(-sizes.seqlen_k // bits.HALF)
+
     @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of no document, (batch, rows) bool each; None if the mask has no documents."""

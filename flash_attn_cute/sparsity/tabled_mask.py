@@ -116,9 +116,12 @@ class TabledMask:
         return self._node.half_blocks
 
     @property
-    def half_columns(self) -> bool:
-        """Whether it is made of blocks of 64 keys: Hopper's backward kernel up to d = 128 then has tiles of 64 keys."""
-        return self._node.half_columns
+    def half_columns(self) -> int:
+        """Visible blocks of 64 x 64 of a head at the most, if it is made of blocks of 64 keys; else 0.
+
+        Hopper's backward kernel up to d = 128 then has tiles of 64 keys.
+        """
+        return self._node.most_halves(self.sizes) if self._node.half_columns else 0
 
     @property
     def selection_block(self) -> int:
@@ -242,7 +245,10 @@ class TabledMask:
         contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
         columns, halves = column_tables.columns(rows, order, sizes, m_block_order), None
         if self.half_columns:
-            halves = column_tables.half_columns(rows, order, sizes, m_block_order)
+            most = None
+            if isinstance(self._node, Indices):
+                most = self.half_columns * sizes.batch * sizes.heads
+            halves = column_tables.half_columns(rows, order, sizes, m_block_order, most)
         return tables._replace(columns=columns, half_columns=halves), contention
 
     def _any_tables(self) -> BlockTables:

@@ -16,6 +16,7 @@ from flash_attn_cute.kernels.sm90.config import (
     BackwardConfig,
     BackwardCtaConfig,
     BackwardHalfBlocksConfig,
+    BackwardStoredDSConfig,
     BiasGradientConfig,
     ForwardConfig,
     backward_config,
@@ -229,6 +230,11 @@ OF_HALF_BLOCKS = {
     for d in (64, 96, 128)
     for name, options in _OF_HALF_BLOCKS.items()
 }
+WITH_STORED_DS = {
+    f"d{d}-{name}": backward(d, block_mask=True, half_columns=True, stored_ds=True, **options)
+    for d in (64, 96, 128)
+    for name, options in _OF_HALF_BLOCKS.items()
+}
 # Bytes that a thread spills at the most: of warp 0, which keeps where it is in a list, and behind a softcap at d = 128.
 SPILLED = 40
 
@@ -246,6 +252,25 @@ def test_backward_of_half_blocks(chosen: BackwardConfig, tmp_path: Path) -> None
     assert "UBLKRED.G.S.ADD.F32" in sass
     assert ("UBLKRED.G.S.ADD.S32" in sass) == chosen.fixed_point
     check_before_and_after(kernels, zeroes=True, num_after=0)
+
+
+def test_backward_with_stored_ds(chosen: BackwardConfig, tmp_path: Path) -> None:
+    """Four products a step and one, none serialised; dS leaves by a bulk copy, and comes by one; no dQ is added."""
+    assert isinstance(chosen, BackwardStoredDSConfig)
+    kernels = machine_code(chosen, tmp_path, SPILLED * chosen.features.softcap)
+    (sass,), (of_dQ,) = kernels["BackwardStoredDS"], kernels["GradientQ"]
+    columns, blocks = chosen.tile_d // 16, chosen.tile_m // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 2 * blocks
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 + 4  # a fence each, and waits
+    assert "UBLKCP.G.S" in sass
+    assert "UBLKRED" not in sass
+    assert len(re.findall(r"\bHGMMA\b", of_dQ)) == blocks
+    assert len(re.findall(r"\bWARPGROUP\.", of_dQ)) == 1 + 2
+    for text in (sass, of_dQ):
+        assert "UTMALDG" in text
+        assert "UBLKCP.S.G" in text
+        assert ("UTMASTG" in text) != chosen.features.wide
+    check_before_and_after(kernels, zeroes=False, num_after=0)
 
 
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:
@@ -297,6 +322,7 @@ COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "test_half_blocks": (HALF_BLOCKS, ("d128-plain",)),
     "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
     "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ("d128-plain",)),
+    "test_backward_with_stored_ds": (WITH_STORED_DS, ("d128-plain",)),
     "test_compiled_cluster_backward": (OF_CLUSTERS, ()),
     "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, ()),
 }

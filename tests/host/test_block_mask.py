@@ -222,6 +222,7 @@ def test_columns_of_half_blocks(seed: int) -> None:
                 real = shown[b, h, m * HALF : (m + 1) * HALF, n * HALF : (n + 1) * HALF]
                 assert torch.equal(part[: real.shape[0], : real.shape[1]], real)
     assert torch.equal(halves.contributors, adding)
+    assert len(halves.entries) == adding.sum()
 
 
 def equal_tables(*masks: BlockMask) -> bool:

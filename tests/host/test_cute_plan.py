@@ -3,18 +3,27 @@
 import dataclasses
 import itertools
 import math
+import random
 
 import pytest
 import torch
 
-from flash_attn_cute.backends.cute.plan import Shapes, _splits, features_of, plan_backward, plan_forward
+from flash_attn_cute.backends.cute.plan import (
+    ScoreLayout,
+    Shapes,
+    _splits,
+    features_of,
+    plan_backward,
+    plan_forward,
+)
 from flash_attn_cute.dq_order.contention_model import machine_of
-from flash_attn_cute.kernels.arguments import described
+from flash_attn_cute.kernels.arguments import CellSizes, described
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
 from flash_attn_cute.kernels.sm90.config import (
     HEAD_DIMS,
     BackwardCtaConfig,
+    BackwardStoredDSConfig,
     backward_config,
     bias_gradient_config,
     forward_config,
@@ -42,7 +51,7 @@ def test_unknown_features_are_refused() -> None:
 def test_a_pass_forgets_what_it_does_not_read() -> None:
     everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
     forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
-    only_backward = dict.fromkeys(("half_columns", "dbias", "dlse", "grouped", "deterministic"), False)
+    only_backward = dict.fromkeys(("half_columns", "stored_ds", "dbias", "dlse", "grouped", "deterministic"), False)
     assert forward == dataclasses.replace(everything, **only_backward)
     only_forward = {"sink": False, "uniform_mask": False, "max_logits": False, "half_blocks": False}
     assert backward == dataclasses.replace(everything, **only_forward)
@@ -208,6 +217,51 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
         (blocks_k, planned.config.tile_n, (1, 1, 798) if shapes.packed else (400, 400)),
     ):
         assert blocks >= sum(-(-length // rows) for length in lengths)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("sm90", 64), ("sm90", 192), ("sm100", 128)])
+def test_who_stores_dS(name: str, head_dim: int) -> None:
+    """Others have the kernels that they have without such a mask."""
+    options = {"nheads_k": 8, "head_dim": head_dim, "head_dim_v": head_dim, "has_block_mask": True}
+    architecture = ARCHITECTURES[name].on(next(iter(ARCHITECTURES[name].targets))) if name == "sm100" else SM90
+    shapes = DENSE._replace(k=(2, 400, 8, 128))
+    of_halves, without = (
+        plan_backward(architecture, spec_of(**options, half_columns=n), shapes, 132).config for n in (35, 0)
+    )
+    assert isinstance(of_halves, BackwardStoredDSConfig) == (head_dim == 64)
+    assert (of_halves == without) == (head_dim > 64)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_of_heads_have_room(seed: int) -> None:
+    """Whatever heads see, cells numbered as ``ds_cells`` does are within the workspace, which is bounded."""
+    draw = random.Random(seed)
+    batch, nheads_k, group = draw.choice([1, 2, 3]), draw.choice([1, 4, 16]), draw.choice([1, 2, 8])
+    blocks = draw.choice([64, 128, 256, 300])
+    nheads, of_head = nheads_k * group, draw.randint(1, blocks * blocks)
+    seen = [draw.choice([0, of_head, draw.randint(0, of_head)]) for _ in range(batch * nheads)]
+    exact = draw.choice([True, False])
+    entries = max(1, sum(seen) if exact else len(seen) * of_head)
+    layout = ScoreLayout(block_lists=(batch, nheads), half_entries=entries)
+    q, k = ((batch, 64 * blocks, heads, 128) for heads in (nheads, nheads_k))
+    shapes = Shapes(q, k, num_sequences=0, max_seqlen_q=64 * blocks, scores=layout)
+    spec = spec_of(nheads=nheads, nheads_k=nheads_k, has_block_mask=True, half_blocks=True, half_columns=of_head)
+    planned = plan_backward(SM90, spec, shapes, 132)
+    n, together = planned.numbers, 2 if group > 1 else 1
+    if not isinstance(planned.config, BackwardStoredDSConfig):
+        assert entries > 1 << 17
+        assert 2 * together * of_head > 1 << 17
+        return
+    cells = planned.config.parts(1, 0, 0, 0, None, CellSizes(0, 0, 0, 0, n.num_cells))["mdS"][0]
+    assert cells <= 1 << 17
+    of_tiles = [sum(seen[i : i + together]) for i in range(0, len(seen), together)]
+    starts = [0, *itertools.accumulate(of_tiles)]
+    for i, num in enumerate(of_tiles):
+        first = starts[i // n.heads_in_cache * n.heads_in_cache]
+        chunk = min(first // n.cells_a_chunk, n.num_chunks - 1)
+        assert 0 <= starts[i] - chunk * n.cells_a_chunk <= cells - num
+    if n.num_chunks > 1:  # tiles of a chunk follow each other
+        assert n.sections == len(of_tiles) // n.heads_in_cache
 
 
 @pytest.mark.parametrize(

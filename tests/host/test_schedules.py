@@ -9,6 +9,7 @@ import pytest
 from flash_attn_cute.kernels import __main__ as command
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.schedule import Schedule
+from flash_attn_cute.kernels.sm90.backward.gradient_q_schedule import gradient_q_schedule
 from tests.lib.configurations import DESCRIBED
 
 REGISTERS = 64 * 1024  # of an SM
@@ -19,10 +20,13 @@ def schedule_of(config: Any) -> Schedule:
     return registry.pass_of(config).schedule(config)
 
 
-@pytest.mark.parametrize("config", DESCRIBED.values(), ids=DESCRIBED)
-def test_roles_and_sizes_fit(config: Any) -> None:
+SCHEDULES = {name: schedule_of(config) for name, config in DESCRIBED.items()}
+SCHEDULES |= {f"{name}-dQ": gradient_q_schedule(DESCRIBED[name]) for name in DESCRIBED if "stored-ds" in name}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_roles_and_sizes_fit(schedule: Schedule) -> None:
     """Each warp has one role, and registers and shared memory suffice for all."""
-    schedule = schedule_of(config)
     warps = [warp for role in schedule.roles for warp in role.warps]
     assert warps == list(range(schedule.threads // 32))
     registers = {warp // 4: role.registers for role in schedule.roles for warp in role.warps}
@@ -31,10 +35,9 @@ def test_roles_and_sizes_fit(config: Any) -> None:
     assert schedule.num_bytes <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("config", DESCRIBED.values(), ids=DESCRIBED)
-def test_steps_name_all_barriers(config: Any) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_steps_name_all_barriers(schedule: Schedule) -> None:
     """Each role that arrives at a barrier has a step that says so, each barrier is waited for, and no others are."""
-    schedule = schedule_of(config)
     signals = {(step.role, name) for step in schedule.steps for name in step.signals.split(", ") if "." in name}
     waits = {name.split()[0] for step in schedule.steps for name in step.waits.split(", ") if "." in name}
     used = [pipeline for pipeline in schedule.pipelines if pipeline.stages]

@@ -82,6 +82,12 @@ DESCRIBED: dict[str, Any] = {
     "sm90-backward-half-blocks-fixed-point": sm90.backward_config(
         "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, deterministic=True, softcap=True, grouped=True)
     ),
+    "sm90-backward-stored-ds": sm90.backward_config(
+        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True)
+    ),
+    "sm90-backward-stored-ds-wide": sm90.backward_config(
+        "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True)
+    ),
     "sm90-backward-cluster": sm90.backward_config("bfloat16", 256, 256, Features()),
     "sm90-backward-cluster-ordered": sm90.backward_config("bfloat16", 192, 128, Features(**BACKWARD_EVERYTHING)),
     "sm90-bias-gradient": sm90.bias_gradient_config("bfloat16", 64, 64, Features(bias=True)),

@@ -44,6 +44,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Result
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
+_ENTRIES_STEP = 1 << 12  # of a block mask's, so that masks with nearly as many have one plan
 _MAX_TABLE = 2**31  # numbers of a block mask's table
 _TILES_ALIGN = 16  # bytes, of its bits
 _LOG2_E = math.log2(math.e)
@@ -302,6 +303,7 @@ class CuteBackend:
         inputs = over_scores(inputs)
         runs_packed = _runs_packed(spec, inputs)
         layout = _layout(inputs, bias, is_repacked=runs_packed and not spec.packed)
+        layout = layout._replace(half_entries=_half_entries(inputs))
         grads = Gradients(dq, dk, dv)
         if not spec.packed and runs_packed:
             inputs, out, dout, residual = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1), _as_rows(residual)
@@ -683,6 +685,14 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
         "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
         "mIntervals": _seen(inputs, 1),
     }
+
+
+def _half_entries(inputs: AttentionInputs) -> int:
+    """Blocks of 64 x 64 that a block mask of blocks of 64 keys lists, rounded up; 0 of other calls."""
+    tables = inputs.block_mask
+    if tables is None or tables.half_columns is None:
+        return 0
+    return -(-max(1, len(tables.half_columns.entries)) // _ENTRIES_STEP) * _ENTRIES_STEP
 
 
 def _seen(inputs: AttentionInputs, side: int) -> Tensor | None:

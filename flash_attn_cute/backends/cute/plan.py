@@ -13,6 +13,7 @@ from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
+    CellSizes,
     ForwardNumbers,
     MaskSizes,
     workspace_bytes,
@@ -32,6 +33,9 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
 _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many sums are added up in no time
+# Of dS in a workspace: 1 GB (``kernels.common.ds_cells``). With half of it the two kernels of a chunk take about 0.7 ms
+# at d = 128, of which the ends, when CTAs run out of tiles, are about 50 us.
+_CELLS = 1 << 17
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -48,6 +52,7 @@ class ScoreLayout(NamedTuple):
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
     block_lists: tuple[int, int] = (1, 1)  # of a block mask, over the batch and heads: 1, or those that differ
     block_orders: tuple[int, int] = (1, 1)  # its launch orders, over the batch and key heads
+    half_entries: int = 0  # of its columns of 64 keys; 0 if it has none, or they are not known
     intervals: bool = False  # beside it each row sees one interval alone
 
     def mask_blocks(self, keys: int) -> int:
@@ -121,7 +126,8 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         half_blocks=spec.half_blocks,
-        half_columns=spec.half_columns,
+        half_columns=spec.half_columns > 0,
+        stored_ds=_chunks_of(spec, shapes) is not None,
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
@@ -188,7 +194,8 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
-    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * config.tile_d)
+    sums = 0 if config.stores_dS else 4 * config.tile_d
+    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + sums)
     has_order = config.in_order and spec.has_m_block_order
     heads_in_cache = max(1, (BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if has_order else BYTES_IN_FLIGHT) // bytes_a_head)
     if config.in_order and (spec.window_right is None or config.reverses_last):
@@ -203,6 +210,13 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not config.in_order:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
+    chunks = _chunks_of(spec, shapes) if config.stores_dS else None
+    numbers_of_cells: dict[str, int | None] = dict.fromkeys(("num_cells", "cells_a_chunk", "num_chunks"))
+    if chunks is not None:
+        if chunks.are_several:
+            heads_in_cache = min(heads_in_cache, chunks.most_heads)
+            heads_in_last = heads % heads_in_cache  # they have whole sections
+        numbers_of_cells |= chunks.numbers(heads_in_cache)
     sections = max(0, heads - heads_in_last) // heads_in_cache
     if config.reverses_last and spec.packing_invariant:
         sections = heads  # more than there are: no head is in a last section, which goes the other way round
@@ -220,6 +234,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         sections=sections,
         heads_a_tile=heads_a_tile,
         num_sms=num_sms,
+        **numbers_of_cells,
     )
     # No sums of dK and dV are left to others if each tile sums over all heads of a group.
     shares = group > heads_a_tile
@@ -228,8 +243,50 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         blocks = shapes.scores.mask_blocks(config.tile_n)
         sets = sharing[0] * sharing[1]
         mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
-    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares)
+    cells = None
+    if chunks is not None:
+        cells = CellSizes(math.prod(sharing), spec.nheads * shapes.q[0], heads, numbers.num_chunks, numbers.num_cells)
+    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares, cells)
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
+
+
+class _Chunks(NamedTuple):
+    """Chunks of heads of which dS of visible blocks of 64 x 64 is in a workspace at a time (``common.ds_cells``)."""
+
+    most: int  # blocks of the pass, each of which needs a cell
+    of_heads: int  # of the heads of a tile, at the most
+
+    @property
+    def are_several(self) -> bool:
+        """Whether one does not suffice."""
+        return self.most > _CELLS
+
+    @property
+    def most_heads(self) -> int:
+        """Heads of tiles of a section at the most, if there are several chunks: it takes half of the workspace."""
+        return _CELLS // (2 * self.of_heads)
+
+    def numbers(self, heads: int) -> dict[str, int]:
+        """Numbers of ``BackwardNumbers`` for sections of so many heads of tiles.
+
+        The last section of a chunk may begin with the last of its cells.
+        """
+        of_section = heads * self.of_heads if self.are_several else 0
+        num = -(-self.most // (_CELLS - of_section))
+        a_chunk = -(-self.most // num)
+        return {"num_cells": a_chunk + of_section, "cells_a_chunk": a_chunk, "num_chunks": num}
+
+
+def _chunks_of(spec: AttentionSpec, shapes: Shapes) -> _Chunks | None:
+    """Chunks of a call whose block mask is of blocks of 64 keys; None if it is none, or a head's dS has no room."""
+    if not spec.half_columns or shapes.packed:
+        return None
+    lists_batch, lists_heads = shapes.scores.block_lists
+    entries = shapes.scores.half_entries or spec.half_columns * lists_batch * lists_heads
+    heads_a_tile = math.gcd(spec.nheads // spec.nheads_k, _HEADS_A_TILE)
+    most = entries * (shapes.q[0] * spec.nheads // (lists_batch * lists_heads))
+    chunks = _Chunks(most, heads_a_tile * min(entries, spec.half_columns))
+    return None if chunks.are_several and not chunks.most_heads else chunks
 
 
 def plan_bias_gradient(

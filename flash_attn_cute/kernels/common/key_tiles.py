@@ -27,7 +27,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores, tiles
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
-from flash_attn_cute.kernels.common.key_lists import launched, list_of
+from flash_attn_cute.kernels.common.key_lists import blocks_of_keys, launched, list_of
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import zero_rows
@@ -217,6 +217,14 @@ def num_key_tiles(config: Any, a: BackwardArguments) -> Int32:
     return tiles.num_tiles(a.mK, a.mQ.shape[-2] // heads_a_tile(config, a), a.mCuSeqlensK, config.tile_n)
 
 
+def tiles_of_launch(config: Any, a: BackwardArguments, ws: Workspace) -> tuple[Int32 | int, Int32]:
+    """First tile of a launch of the main kernel, and how many: all of the pass, or those of a chunk of heads."""
+    if not config.stores_dS:
+        return 0, num_key_tiles(config, a)
+    tiles_a_head = blocks_of_keys(config, a)
+    return ws.mChunks[0] * tiles_a_head, (ws.mChunks[1] - ws.mChunks[0]) * tiles_a_head
+
+
 @cute.jit
 def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
     """The tile of an index."""
@@ -339,15 +347,15 @@ def zero_fully_masked_keys(
 ) -> None:
     """Writes zeros to dK and dV of padding and of fully masked keys, by one converged warp.
 
-    The warp does so for every ``step``-th tile from ``first_tile`` on.
+    The warp does so for every ``step``-th tile of its launch from ``first_tile`` on.
     """
     c = config
-    num_tiles = num_key_tiles(c, a)
+    first_of_launch, num_tiles = tiles_of_launch(c, a, ws)
     # Registers are few: one loop over packed tiles for both gradients takes fewest, and for dense ones a loop for each.
     for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
         index = first_tile
         while index < num_tiles:
-            tile = key_tile(c, a, ws, index)
+            tile = key_tile(c, a, ws, first_of_launch + index)
             first = cutlass.max(tile.first_key, tile.k.length)
             if tile.is_fully_masked if const_expr(c.features.listed) else tile.blocks.num == 0:
                 first = tile.first_key

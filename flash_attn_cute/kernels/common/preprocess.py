@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.ds_cells import first_cell
 from flash_attn_cute.kernels.common.fixed_point import ranges_of_head, units_of
 from flash_attn_cute.kernels.common.key_lists import num_adding_of, order_row
 from flash_attn_cute.kernels.common.residuals import load_residuals, restored
@@ -36,7 +37,7 @@ class Preprocess:
         """``place``: where the numbers of a block's row are kept; None: in the order of rows."""
         self.config, self.place = config, place
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
-        self.zeroes_sums = not config.in_order and not config.zeroes_sums
+        self.zeroes_sums = not (config.stores_dS or config.in_order or config.zeroes_sums)
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
@@ -111,6 +112,10 @@ class Preprocess:
                 if const_expr(self.config.fixed_point):
                     count = -num_adding_of(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
                 ws.mSemaphoresQ[thread, work.head, work.block] = count
+        if const_expr(ws.mCells is not None):
+            if thread == 0:
+                m_block = work.listed(self.packed, self.tile_m)
+                ws.mCells[work.head, work.block] = first_cell(a, ws, batch, work.head, m_block)
         if const_expr(self.zeroes_sums):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)

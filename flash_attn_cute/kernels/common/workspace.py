@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments, MaskSizes
+from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments, CellSizes, MaskSizes
 
 _SUMS = "mStats", "mdQaccum", "mdKVaccum", "mRanges", "mHeads"  # parts of a backward pass's workspace that are float32
 
@@ -51,7 +51,7 @@ class Workspace(NamedTuple):
 
     # (2 or 3, heads, blocks, tile_m): lse in base 2, or with a bias natural, delta, and units (``common.fixed_point``)
     mStats: cute.Tensor
-    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mdQaccum: cute.Tensor | None  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
     # Of a block mask those that are not in the workspace.
@@ -66,6 +66,14 @@ class Workspace(NamedTuple):
     mRanges: cute.Tensor | None  # (number, heads_k, tiles of keys): magnitudes (``common.fixed_point``)
     mHeads: cute.Tensor | None  # (number, heads_k, tiles of keys): of a head, where its first tile is
     mSemaphoresK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
+    # Cells of dS (``common.ds_cells``), in the place of mdQaccum
+    mCells: cute.Tensor | None  # (heads, blocks): the first cell of a block of queries
+    mRowCells: cute.Tensor | None  # (row,): cells of the rows before, of the same head
+    mHeadCells: cute.Tensor | None  # (head of a batch entry,): its first cell
+    mTileHeadsCells: cute.Tensor | None  # (heads of a tile,): cells of all heads before
+    mChunks: cute.Tensor | None  # (chunk,): the first heads of a tile in it; of a launch, from its chunk on
+    mCellKeys: cute.Tensor | None  # (cell,): block of keys
+    mdS: cute.Tensor | None  # (cell, CELL_NUMBERS): as it lies in shared memory
 
     def dQ_sums(self, head: Int32, block: Int32) -> cute.Tensor:
         """Sums of a block of dQ; a head may have more than 2^31 numbers, so a block's place takes 64 bits."""
@@ -75,9 +83,17 @@ class Workspace(NamedTuple):
     def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
         """Workspace of a pass; ``sizes`` are those of a mask's tables."""
         n = a.numbers
-        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes)
+        cells = cell_sizes(a) if config.stores_dS else None
+        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes, cells)
         given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))
+
+
+def cell_sizes(a: BackwardArguments) -> CellSizes:
+    """Sizes of the tables of cells of dS."""
+    n, heads = a.numbers, a.mQ.shape[0] * a.mQ.shape[2]
+    rows = n.lists_batch * n.lists_heads * n.lists_tiles
+    return CellSizes(rows, heads, heads // n.heads_a_tile, n.num_chunks, n.num_cells)
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:

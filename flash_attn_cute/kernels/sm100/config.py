@@ -546,6 +546,7 @@ def backward_config(
         strided_bias=False,
         paired_bias=False,
         half_columns=False,
+        stored_ds=False,
         deterministic=True,
     )
     return BackwardConfig(target=target, dtype=dtype, features=features, **tile)

@@ -267,6 +267,7 @@ class BackwardCtaConfig(BackwardConfig):
     ctas_a_tile: ClassVar[int] = 1
     counts_additions: ClassVar[bool] = True
     stages: ClassVar[int] = 2  # blocks of queries in flight
+    pieces_a_gradient: ClassVar[int] = 1  # in which dV leaves, and dK
 
     # Columns of K that are in registers for the scores, and not read from shared memory for every block.
     columns_K: int
@@ -376,6 +377,50 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
     def pieces_dQ(self) -> int:
         """Pieces in which a block of dQ leaves: no larger than dV or dK, where room is short."""
         return 1 if self.tile_d == 64 else 2
+
+    @property
+    def pieces_dKV(self) -> int:
+        """Pieces in which dV and dK of a tile leave; none where they are float32."""
+        return 0 if self.features.wide else 2 * self.pieces_a_gradient
+
+
+@dataclass(frozen=True)
+class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
+    """Masks of blocks of 64 of which dS has room in the workspace: another kernel multiplies it by K.
+
+    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic.
+    """
+
+    stores_dS: ClassVar[bool] = True
+    counts_additions: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False  # type: ignore[assignment]
+    zeroes_sums: ClassVar[bool] = False  # type: ignore[assignment]
+    pieces_dQ: ClassVar[int] = 1  # type: ignore[assignment]  # of dS, 64 x 64
+
+    @property
+    def do_stages(self) -> int:
+        """Blocks of dO in flight: dQ takes no time in which one could come."""
+        return 2
+
+    @property
+    def pieces_a_gradient(self) -> int:  # type: ignore[override]
+        """Pieces of dV, or of dK: 64 columns, as dS has them; the last one may have fewer."""
+        return -(-self.tile_d // 64)
+
+    @property
+    def out_stages(self) -> int:
+        """Pieces on their way out: as many as half of an SM's shared memory has room for."""
+        return 1 if self.tile_d == 128 else 2
+
+    @property
+    def stages_of_dQ(self) -> int:
+        """Blocks of dS and K in flight, in the kernel of dQ."""
+        return 4
+
+    @property
+    def ctas_of_dQ(self) -> int:
+        """CTAs an SM of the kernel of dQ, as many as shared memory has room for."""
+        return 3 if self.tile_d == 64 else 2
 
 
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:
@@ -522,7 +567,8 @@ def backward_config(
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
     if tile_d > 128:
         # It reads all biases alike, and others compute their gradient.
-        features = replace(features, strided_bias=False, uniform_bias=False, dbias=False, half_columns=False)
+        others = ("strided_bias", "uniform_bias", "dbias", "half_columns", "stored_ds")
+        features = replace(features, **dict.fromkeys(others, False))
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
@@ -538,8 +584,12 @@ def backward_config(
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
     if _HALF_BLOCKS.fits(features) and (fixed_point or not in_order):
+        if features.stored_ds:
+            # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
+            columns_K = tile_d if tile_d < 128 else 16 if features.softcap else 32
+            return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
         return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
-    features = replace(features, half_columns=False)
+    features = replace(features, half_columns=False, stored_ds=False)
     return BackwardCtaConfig(
         dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point
     )

@@ -162,16 +162,17 @@ class BackwardCtaSm90(BackwardKernel):
         else:
             set_registers(mma.registers, c.ctas_an_sm * schedule.threads)
             self.mma(a, ws, mmas, shared, scales)
-            rounded = partial(
-                round_block,
-                scale=a.numbers.softmax_scale,
-                tile_d=c.tile_d,
-                columns=c.columns_dQ,
-                num_threads=32,
-                at_once=_ROUNDED_AT_ONCE,
-                transposed=c.transposes_dQ,
-            )
-            round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
+            if const_expr(not c.stores_dS):
+                rounded = partial(
+                    round_block,
+                    scale=a.numbers.softmax_scale,
+                    tile_d=c.tile_d,
+                    columns=c.columns_dQ,
+                    num_threads=32,
+                    at_once=_ROUNDED_AT_ONCE,
+                    transposed=c.transposes_dQ,
+                )
+                round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
 
     @cute.jit
     def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:
@@ -481,7 +482,6 @@ class BackwardCtaSm90(BackwardKernel):
     def _put_out_dKV(self, work: "_Work", tile_idx: Int32, piece: Int32, is_whole: Boolean | bool) -> None:
         """DV, then dK, if they are whole: into shared memory, or, in float32, to where they belong."""
         a, f, shared = work.arguments, self.config.features, work.shared
-        out = shared.out(work.warpgroup)
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
             work.acc_dK[i] = work.acc_dK[i] * work.arguments.numbers.softmax_scale
         both = (work.acc_dV, work.mmas.dV, a.mdV), (work.acc_dK, work.mmas.dK, a.mdK)
@@ -494,13 +494,20 @@ class BackwardCtaSm90(BackwardKernel):
                     first = opaque(tile.k.start + tile.first_key + 64 * work.warpgroup)
                     store_rows(acc, gX, first, tile.k.start + tile.k.length, work.thread)
             else:
-                rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-                convert(acc, rounded)
-                out.wait_empty(piece + i)  # from warp 1 or 2
-                if is_whole:
-                    write(rounded, mma, shared.out_tile(work.warpgroup, piece + i), work.thread)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                out.arrive(piece + i)  # to warp 1 or 2
+                self._put_out_rounded(work, acc, mma, piece + i * self.config.pieces_a_gradient, is_whole)
+
+    @cute.jit
+    def _put_out_rounded(
+        self, work: "_Work", acc: cute.Tensor, mma: cute.TiledMma, piece: Int32, is_whole: Boolean | bool
+    ) -> None:
+        """Writes dV or dK to shared memory."""
+        out, rounded = work.shared.out(work.warpgroup), cute.make_rmem_tensor_like(acc, self.dtype)
+        convert(acc, rounded)
+        out.wait_empty(piece)  # from warp 1 or 2
+        if is_whole:
+            write(rounded, mma, work.shared.out_tile(work.warpgroup, piece), work.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        out.arrive(piece)  # to warp 1 or 2
 
     @cute.jit
     def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:

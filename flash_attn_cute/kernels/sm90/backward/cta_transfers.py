@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared, opaque, store_from_shared
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, tiles_of_launch
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
@@ -44,12 +44,12 @@ class Transfers:
     def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared) -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
-        num_tiles = num_key_tiles(c, a)
+        first_of_launch, num_tiles = tiles_of_launch(c, a, ws)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
         tile_idx, step = Int32(0), Int32(0)
         while index < num_tiles:
-            tile = key_tile(c, a, ws, index)
+            tile = key_tile(c, a, ws, first_of_launch + index)
             if tile.blocks.num > 0:  # other tiles are left to warp 3
                 shared.publish(tile, tile_idx)
                 self._load_keys(
@@ -203,10 +203,11 @@ class Transfers:
         tile = shared.reload_tile(self.config, a, tile_idx)
         start = tile.first_key + 64 * w
         stop = cutlass.min(start + 64, tile.k.length)
-        for i, t in enumerate((tma.dV, tma.dK)):
+        for i in cutlass.range_constexpr(2 * self.config.pieces_a_gradient):
+            t, columns = (tma.dV, tma.dK)[i // self.config.pieces_a_gradient], i % self.config.pieces_a_gradient
             out.wait_full(piece + i)  # from warpgroup w
             if start < stop and tile.is_last:
-                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch, columns)
                 t.store(shared.out_tile(w, piece + i), g)
                 cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -124,18 +124,28 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
             work.rdS,
         )
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, q_stage], False)
-        # No warp of the warpgroup reads dS of the step before any more.
-        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)
-        write(work.rdS, work.mmas.S, shared.sdS[None, None, 0, 0], work.thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dS is there
+        self._put_out_dS(work, piece_number(self.config, step, tile_idx))
         warpgroup.wait_group(1)  # dV is there
         rings.do.release(step)  # to warp 0
         warpgroup.wait_group(0)  # dK is there, or registers would not suffice for dQ
         rings.q.release(step)  # to warp 0
+        self._finish_step(work, piece_number(self.config, step, tile_idx))
+
+    @cute.jit
+    def _put_out_dS(self, work: _Work, piece: Int32) -> None:
+        """Writes dS to shared memory, for the product of all warps."""
+        # No warp of the warpgroup reads dS of the step before any more.
+        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)
+        write(work.rdS, work.mmas.S, work.shared.sdS[None, None, 0, 0], work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dS is there
+
+    @cute.jit
+    def _finish_step(self, work: _Work, piece: Int32) -> None:
+        """Computes and puts out dQ."""
         gemm(work.mmas.dQ, work.acc_dQ, work.tQrA[None, None, None, 0, 0], work.tQrB[None, None, None, 0, 0], True)
         warpgroup.wait_group(0)  # dQ is there
-        self._put_out_dQ(work, piece_number(self.config, step, tile_idx))
+        self._put_out_dQ(work, piece)
 
     def _operands_of_dQ(self, shared: Shared, w: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Operands of dQ = dS K, (rows, keys, warpgroup, stage) of one each."""

@@ -29,7 +29,7 @@ class HalfBlocksTransfers(Transfers):
         step, tile_idx, out = Int32(0), Int32(0), shared.out(w)
         while shared.has_tile(tile_idx):
             for _ in cutlass.range(shared.tile(c, a, tile_idx).blocks.num, unroll=1):
-                self._add_pieces(ws, shared, step, piece_number(c, step, tile_idx))
+                self._put_out_step(a, ws, shared, tile_idx, step, piece_number(c, step, tile_idx))
                 step += 1
             if const_expr(not c.features.wide):
                 self._store_dKV(a, tma, shared, out, w, tile_idx, piece_number(c, step, tile_idx))
@@ -37,7 +37,9 @@ class HalfBlocksTransfers(Transfers):
             tile_idx += 1
 
     @cute.jit
-    def _add_pieces(self, ws: Workspace, shared: Shared, step: Int32, piece: Int32) -> None:
+    def _put_out_step(
+        self, a: BackwardArguments, ws: Workspace, shared: Shared, tile_idx: Int32, step: Int32, piece: Int32
+    ) -> None:
         """Adds a step's dQ to the workspace."""
         c, out = self.config, shared.out(Int32(0))
         size = c.tile_m * c.tile_d // c.pieces_dQ
@@ -72,5 +74,5 @@ def piece_number(config: BackwardHalfBlocksConfig, step: Int32, tile_idx: Int32)
 
     Where dV and dK are float32 they are no pieces.
     """
-    tiles = Int32(0) if config.features.wide else 2 * tile_idx
+    tiles = config.pieces_dKV * tile_idx if config.pieces_dKV else Int32(0)
     return config.pieces_dQ * step + tiles

@@ -3,20 +3,29 @@
 The host would take as long again to call each by itself, and to allocate each part of the workspace.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.ds_cells import Cells, of_chunk
 from flash_attn_cute.kernels.common.fixed_point import KeyRanges
 from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
+from flash_attn_cute.kernels.sm90.backward.gradient_q import GradientQSm90
 from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
+from flash_attn_cute.kernels.sm90.backward.stored_ds import BackwardStoredDSSm90
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig, BackwardHalfBlocksConfig
+from flash_attn_cute.kernels.sm90.config import (
+    BackwardClusterConfig,
+    BackwardConfig,
+    BackwardHalfBlocksConfig,
+    BackwardStoredDSConfig,
+)
 
 
 class BackwardPassSm90:
@@ -38,6 +47,8 @@ class BackwardPassSm90:
                 self.postprocess_keys = [
                     Postprocess(c.tile_n, columns, columns, packed, zero_padding) for columns in (c.tile_d, c.tile_dv)
                 ]
+        elif isinstance(c, BackwardStoredDSConfig):
+            self.cells, self.main, self.gradient_q = Cells(c), BackwardStoredDSSm90(c), GradientQSm90(c)
         elif isinstance(c, BackwardHalfBlocksConfig):
             self.main = BackwardHalfBlocksSm90(c)
         else:
@@ -49,9 +60,16 @@ class BackwardPassSm90:
         a, w = arguments, self.tables.begin(arguments, stream)
         if const_expr(self.ranges is not None):
             self.ranges(a, w, stream)
+        if const_expr(self.config.stores_dS):
+            self.cells(a, w, stream)
         self.preprocess(a, w, stream)
         self.tables.finish(a, w, stream)
-        self.main(a, w, stream)
+        if const_expr(self.config.stores_dS):
+            for chunk in cutlass.range(a.numbers.num_chunks, unroll=1):
+                self.main(a, of_chunk(w, chunk), stream)
+                self.gradient_q(a, of_chunk(w, chunk), stream)
+        else:
+            self.main(a, w, stream)
         if const_expr(self.postprocess is not None):
             self.postprocess(
                 PostprocessArguments(

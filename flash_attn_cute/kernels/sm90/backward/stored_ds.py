@@ -1,0 +1,67 @@
+"""Attention backward on Hopper for block masks of blocks of 64, with dS in global memory: the kernel of dK and dV.
+
+``stored_ds_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. A CTA has 64 keys and one mma warpgroup, and an SM two CTAs, as in ``half_blocks``. That kernel adds each block
+of dQ to a sum in global memory, 32 KB at d = 128, and these additions are what limits it
+(``benchmarks/notes/block-masks.md``). Here dS leaves instead, rounded as dK's product takes it, 8 KB at any d, each
+block to a cell of its own (``common.ds_cells``). ``gradient_q`` multiplies it by K.
+    S' = K Q'
+    dP' = V dO'        in flight while P' is computed
+    dV += P' dO        in flight while dS' is computed
+    dK += dS' Q        in flight while dS' is written to shared memory, from where a bulk copy takes it
+
+What leaves shared memory, dS of a step, and dV and dK of a tile by 64 columns, has one size, and one ring.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_attn_cute.kernels.sm90.backward.cta import _Work
+from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
+from flash_attn_cute.kernels.sm90.backward.stored_ds_schedule import stored_ds_schedule
+from flash_attn_cute.kernels.sm90.backward.stored_ds_transfers import StoredDSTransfers
+from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
+from flash_attn_cute.kernels.sm90.mma import convert
+from flash_attn_cute.kernels.sm90.shared import write
+
+
+class BackwardStoredDSSm90(BackwardHalfBlocksSm90):
+    """The kernel of one configuration: two persistent CTAs an SM."""
+
+    config: BackwardStoredDSConfig
+    describe = staticmethod(stored_ds_schedule)  # type: ignore[assignment]
+
+    def __init__(self, config: BackwardStoredDSConfig):
+        super().__init__(config)
+        self.transfers = StoredDSTransfers(config)
+
+    @cute.jit
+    def _put_out_dS(self, work: _Work, piece: Int32) -> None:
+        """Writes dS to shared memory, for warp 1."""
+        self._put_out_piece(work, work.rdS, piece, True)
+
+    def _finish_step(self, work: _Work, piece: Int32) -> None:
+        """There is no dQ."""
+
+    @cute.jit
+    def _put_out_rounded(
+        self, work: _Work, acc: cute.Tensor, mma: cute.TiledMma, piece: Int32, is_whole: Boolean | bool
+    ) -> None:
+        """Writes dV or dK to shared memory, 64 columns at a time; what a last piece has beyond them is never stored."""
+        size = cute.size(work.rdS)
+        for i in cutlass.range_constexpr(self.config.pieces_a_gradient):
+            rounded, num = cute.make_rmem_tensor_like(work.rdS), min(size, cute.size(acc) - i * size)
+            if const_expr(num < size):
+                rounded.fill(0.0)
+            source = cute.make_tensor(acc.iterator + i * size, cute.make_layout(num))
+            convert(source, cute.make_tensor(rounded.iterator, cute.make_layout(num)))
+            self._put_out_piece(work, rounded, piece + i, is_whole)
+
+    @cute.jit
+    def _put_out_piece(self, work: _Work, rounded: cute.Tensor, piece: Int32, is_whole: Boolean | bool) -> None:
+        out = work.shared.out(work.warpgroup)
+        out.wait_empty(piece)  # from warp 1
+        if is_whole:
+            write(rounded, work.mmas.S, work.shared.out_tile(work.warpgroup, piece), work.thread)
+        self._hand_out(work, piece)  # to warp 1

@@ -1,0 +1,109 @@
+"""Backward passes of Hopper that store dS, executed on the CPU by the interpreter of PTX."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.backends.cute import backend, plan
+from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
+from tests.lib.checks import random_call
+from tests.lib.interpreted.backward import Interpreted, check
+from tests.lib.interpreted.common import H100
+from tests.lib.oracle import Call
+from tests.lib.tiers import tiered
+
+# Queries, keys, batch entries, and options of a call.
+CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "d64": (130, 200, 1, {"nheads": 2, "head_dim": 64}),
+    "d64-late-loads": (300, 520, 1, {"nheads": 1, "head_dim": 64, "lagging": "loads"}),
+    "d64-late-stores": (300, 300, 1, {"nheads": 1, "head_dim": 64, "lagging": "stores"}),
+    "d80": (200, 300, 1, {"nheads": 1, "head_dim": 80, "dtype": torch.float16}),
+    "d128": (192, 200, 2, {"nheads": 2, "head_dim": 128, "sets": (1, 2)}),
+    "d128-late-products": (300, 300, 1, {"nheads": 1, "head_dim": 128, "lagging": "warpgroups"}),
+    "d128-dv64-lse": (192, 260, 1, {"nheads": 1, "head_dim": 128, "head_dim_v": 64, "through_lse": True}),
+    "causal": (300, 300, 1, {"nheads": 2, "head_dim": 64, "causal": True}),
+    "grouped": (130, 300, 2, {"nheads": 8, "nheads_k": 2, "head_dim": 64}),
+    "softcap-sink": (130, 300, 1, {"nheads": 2, "nheads_k": 1, "head_dim": 128, "softcap": 5.0, "sink": True}),
+    "order": (300, 300, 1, {"nheads": 2, "head_dim": 64, "order": "spt"}),
+    "nothing": (130, 130, 1, {"nheads": 1, "head_dim": 64, "share": 0.0}),
+}
+
+
+def call_of(
+    queries: int,
+    keys: int,
+    batch: int,
+    options: dict[str, Any],
+    change: Callable[[torch.Tensor], object] = lambda visible: None,
+) -> Call:
+    """A call whose mask shows some blocks of 64 x 64; ``change`` may change which."""
+    options = {"dtype": torch.bfloat16} | options
+    sets = options.pop("sets", (batch, options["nheads"]))
+    visible = torch.rand(*sets, -(-queries // 64), -(-keys // 64)) < options.pop("share", 0.4)
+    change(visible)
+    mask = BlockMask.from_blocks(visible, 64, seqlen_q=queries, seqlen_k=keys)
+    shown = visible.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :queries, :keys]
+    if options.pop("causal", False):
+        mask = mask & BlockMask.causal(queries, keys)
+        shown = shown & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if "order" in options:
+        mask = mask.with_order(options.pop("order"))
+    call = random_call([queries] * batch, [keys] * batch, packed=False, **options)
+    return dataclasses.replace(call, block_mask=mask, shown=shown.expand(batch, options["nheads"], -1, -1))
+
+
+@pytest.mark.parametrize("case", tiered(CASES, "d64"))
+def test_gradients(case: str) -> None:
+    queries, keys, batch, options = CASES[case]
+    options = dict(options)
+    lagging, through_lse = options.pop("lagging", None), options.pop("through_lse", False)
+    lags = None if lagging is None else frozenset({lagging})
+    interpreted = Interpreted(random.Random(0), capability=H100, lagging=lags)
+    check(call_of(queries, keys, batch, options), interpreted, through_lse=through_lse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "nheads", "nheads_k", "share", "step"),
+    [
+        (2, 4, 2, 0.7, 100),
+        (1, 8, 1, 0.7, 100),
+        (3, 4, 4, 0.5, 1),
+        (1, 7, 7, 1.0, 1),  # all cells of all chunks are used: the last head would begin one more
+    ],
+)
+def test_chunks_of_heads(
+    batch: int, nheads: int, nheads_k: int, share: float, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not all of dS has room, heads come in chunks; some may be empty, and the last head sees nothing."""
+    monkeypatch.setattr(plan, "_CELLS", 100)
+    monkeypatch.setattr(backend, "_ENTRIES_STEP", step)
+    interpreted, chunks = Interpreted(random.Random(0), capability=H100), []
+    prepare = interpreted.prepare
+
+    def noted(*given: Any) -> Any:
+        launch = prepare(*given)
+        assert isinstance(launch.plan.config, BackwardStoredDSConfig)
+        chunks.append(launch.plan.numbers.num_chunks)
+        return launch
+
+    interpreted._prepare_backward = noted  # type: ignore[assignment]
+    options = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": 64, "share": share}
+    check(call_of(260, 300, batch, options, lambda visible: visible[-1, -1].fill_(False)), interpreted)
+    assert chunks[0] > 1
+
+
+@pytest.mark.slow
+def test_same_bits() -> None:
+    """Whatever the order in which warps run, and however many CTAs there are."""
+    call = call_of(200, 300, 1, {"nheads": 2, "head_dim": 64})
+    found = []
+    for seed in range(3):
+        torch.manual_seed(0)  # of dout
+        found.append(check(call, Interpreted(random.Random(seed), 1 + seed, capability=H100)))
+    assert all(torch.equal(x, other[name]) for other in found[1:] for name, x in found[0].items())
