@@ -490,11 +490,17 @@ def test_host_time(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_repeated_calls_in_unfilled_memory(packed: bool) -> None:
     """Memory is filled in all other tests, by another allocator: the same bits, in a graph too."""
-    call = random_call([200, 70], packed=packed, causal=True, dtype=torch.bfloat16, device="cuda", head_dim=64)
+    shape = (270, 4, 64) if packed else (2, 135, 4, 64)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 200, 270], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"causal": True, "backend": "sm90", "deterministic": True}
 
     def both() -> tuple[Tensor, ...]:
-        out = run(call, backend="sm90", deterministic=True)
-        return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out))
+        if packed:
+            out = flash_attn_varlen_func(q, k, v, cu, cu, 200, 200, **options)
+        else:
+            out = flash_attn_func(q, k, v, **options)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     expected = both()
     torch.use_deterministic_algorithms(False)
