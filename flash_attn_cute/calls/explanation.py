@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.cute.explained import planned, planned_selection
 from flash_attn_cute.calls import dispatch, lowering, nested, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import spec_of
@@ -177,10 +178,10 @@ def explain(
             need_dbias = bias is not None and bias.requires_grad
             left = call.block_mask
             if left is not None and left.selection_block:
-                passes = chosen.planned_selection(spec, inputs, num_sms, left.selection_shape)
+                passes = planned_selection(chosen.architecture, spec, inputs, num_sms, left.selection_shape)
             else:
                 blocks = None if left is None else (left.sizes[:2], left.order_sets)
-                passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
+                passes = planned(chosen.architecture, spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
     others = selection.on_request, selection.refusal

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute.backends.cute import selection
+from flash_attn_cute.backends.cute import selection_plan
 from tests.lib.checks import bitwise_equal, random_call
 from tests.lib.interpreted.selection import check, check_gradients, results_of
 from tests.lib.masks import random_selection, with_selection
@@ -72,7 +72,7 @@ def test_late_engines_of_gradients(late: str) -> None:
 def test_gradients_of_launches_for_some_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "sink": True}, 0)
     for bound in (50_000, 20_000):  # two units, and some rows of one
-        monkeypatch.setattr(selection, "_WORKSPACE", bound)
+        monkeypatch.setattr(selection_plan, "_WORKSPACE", bound)
         check_gradients(call, rng)
 
 
@@ -81,8 +81,8 @@ def test_launches_for_some_rows_and_heads(rows: int | None, monkeypatch: pytest.
     """Out and lse have the same bits however a call is cut: into launches, and into items."""
     call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "causal": True}, 0)
     whole = results_of(call, rng)
-    monkeypatch.setattr(selection, "_WORKSPACE", 20_000 if rows is None else 600 * 2 * rows)
-    monkeypatch.setattr(selection, "_FEWEST_TILES", 1)
+    monkeypatch.setattr(selection_plan, "_WORKSPACE", 20_000 if rows is None else 600 * 2 * rows)
+    monkeypatch.setattr(selection_plan, "_FEWEST_TILES", 1)
     parts = check(call, rng)
     assert bitwise_equal(whole.out, parts.out)
     assert bitwise_equal(whole.lse, parts.lse)

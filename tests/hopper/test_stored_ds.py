@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.backends.cute import backend, plan
+from flash_attn_cute.backends.cute import plan, score_layout
 from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from tests.lib.checks import random_call
 from tests.lib.interpreted.backward import Interpreted, check
@@ -82,7 +82,7 @@ def test_chunks_of_heads(
 ) -> None:
     """Where not all of dS has room, heads come in chunks; some may be empty, and the last head sees nothing."""
     monkeypatch.setattr(plan, "_CELLS", 100)
-    monkeypatch.setattr(backend, "_ENTRIES_STEP", step)
+    monkeypatch.setattr(score_layout, "_ENTRIES_STEP", step)
     interpreted, chunks = Interpreted(random.Random(0), capability=H100), []
     prepare = interpreted.prepare
 
@@ -92,7 +92,7 @@ def test_chunks_of_heads(
         chunks.append(launch.plan.numbers.num_chunks)
         return launch
 
-    interpreted._prepare_backward = noted  # type: ignore[assignment]
+    interpreted.launch_of = noted  # type: ignore[assignment]
     options = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": 64, "share": share}
     check(call_of(260, 300, batch, options, lambda visible: visible[-1, -1].fill_(False)), interpreted)
     assert chunks[0] > 1

@@ -446,7 +446,7 @@ def test_block_masks_are_launched_as_explained(sets: tuple[int, int], head_dim: 
 
 
 def test_tables_too_large_are_refused(monkeypatch: pytest.MonkeyPatch, launches: list[Launched]) -> None:
-    monkeypatch.setattr("flash_attn_cute.backends.cute.backend._MAX_TABLE", 512)
+    monkeypatch.setattr("flash_attn_cute.backends.cute.block_arguments._MAX_TABLE", 512)
     tables = BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)
     with pytest.raises(ValueError, match="block_mask: expected fewer than"):
         both_passes(inputs_of(*DENSE, block_mask=tables))

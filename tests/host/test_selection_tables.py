@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute.backends.cute import selection
+from flash_attn_cute.backends.cute import selection_plan
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.selection_tables import SelectionTables, num_columns, selection_tables
 from flash_attn_cute.kernels.registry import ARCHITECTURES
@@ -104,7 +104,7 @@ def test_heads_of_a_tile(nheads: int, nheads_k: int, selects: int, group: int) -
     """Heads that select together are rows of one tile, as many as divide it."""
     shapes = Shapes((2, 300, nheads, 128), (2, 400, nheads_k, 128), 0, 300)
     spec = spec_of(nheads=nheads, nheads_k=nheads_k, selection_block=64)
-    planned = selection.plan_selection(ARCHITECTURES["sm90"], spec, shapes, (2, selects, 300, 4), 132)
+    planned = selection_plan.plan_selection(ARCHITECTURES["sm90"], spec, shapes, (2, selects, 300, 4), 132)
     assert planned.config.group == group
     assert planned.num_units == 2 * nheads // group
 
@@ -116,8 +116,8 @@ def test_the_workspace_is_bounded(rows: int, top: int, nheads: int) -> None:
     """Launches cover all rows and units, with no more than a bound, and no more picks than 32 bits count."""
     shapes = Shapes((1, rows, nheads, 128), (1, rows, 4, 128), 0, rows)
     spec = spec_of(nheads=nheads, nheads_k=4, selection_block=64)
-    planned = selection.plan_selection(ARCHITECTURES["sm90"], spec, shapes, (1, 4, rows, top), 132)
-    assert 0 < planned.workspace_size <= selection._WORKSPACE
+    planned = selection_plan.plan_selection(ARCHITECTURES["sm90"], spec, shapes, (1, 4, rows, top), 132)
+    assert 0 < planned.workspace_size <= selection_plan._WORKSPACE
     assert planned.numbers.num_rows * top * 4 < 2**31
     assert planned.numbers.num_rows == rows or planned.numbers.num_units == 1
     assert planned.item_picks % (planned.config.picks_a_tile * planned.config.num_mma_warpgroups) == 0

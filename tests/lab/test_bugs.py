@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.backends.cute.score_layout import score_layout
 from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import pass_of
 from lab.bugs import IMPLIED, LAUNCHES, PAGE, SECOND, TABLES, Bug, Bugs, Code, LeftOut, find, page, waits
@@ -105,7 +105,7 @@ class Backward:
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
         inputs, spec = common.as_given(call)
-        layout = cute_backend._layout(over_scores(inputs), inputs.bias)
+        layout = score_layout(over_scores(inputs), inputs.bias)
         shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
         config = plan_backward(common.architecture_of(self.capability), spec, shapes, 1).config
         return paired(config) if self.by_pairs else config

@@ -15,6 +15,7 @@ import torch
 
 from flash_attn_cute import flash_attn_varlen_func
 from flash_attn_cute.backends.base import BackwardCall
+from flash_attn_cute.backends.cute.plan import plan_backward
 from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
@@ -279,14 +280,16 @@ def test_sections_of_heads(
 ) -> None:
     """Few heads at a time, as only long sequences have them, and those that are left together."""
     backend: Any = dispatch.BACKENDS["sm90"]
-    prepare = backend._prepare_backward
+    launch_of = backend.launch_of
 
-    def few_together(*arguments: Any) -> Any:
-        launch = prepare(*arguments)
+    def few_together(plan_pass: Any, *arguments: Any) -> Any:
+        launch = launch_of(plan_pass, *arguments)
+        if plan_pass is not plan_backward:
+            return launch
         numbers = launch.plan.numbers._replace(heads_in_cache=heads_in_cache, sections=sections)
         return launch._replace(plan=launch.plan._replace(numbers=numbers))
 
-    monkeypatch.setattr(backend, "_prepare_backward", few_together)
+    monkeypatch.setattr(backend, "launch_of", few_together)
     monkeypatch.setattr(prepared_call, "_kept", {})  # with passes that have been prepared before
     case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}
     lengths = ([137, 0, 37, 64], [119, 7, 37, 70]) if packed else ([119] * 2, [137] * 2)

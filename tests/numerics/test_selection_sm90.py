@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
-from flash_attn_cute.backends.cute import CuteBackend, selection
+from flash_attn_cute.backends.cute import CuteBackend, selection_plan
 from flash_attn_cute.calls import dispatch
 from tests.lib.checks import (
     assert_matches_oracle,
@@ -97,9 +97,9 @@ def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     call, backend = causal(GROUPS["group-of-4"], 1000), dispatch.BACKENDS["sm90"]
     whole = results(call)
     assert isinstance(backend, CuteBackend)
-    monkeypatch.setattr(backend, "_prepare_selection", backend._plan_selection)  # anew in each call
+    monkeypatch.setattr(backend, "launch_of", backend._launch_of)  # anew in each call
     for bound in (1 << 22, 1 << 20):
-        monkeypatch.setattr(selection, "_WORKSPACE", bound)
+        monkeypatch.setattr(selection_plan, "_WORKSPACE", bound)
         parts = results(call)
         assert all(bitwise_equal(whole[name], parts[name]) for name in whole)
 

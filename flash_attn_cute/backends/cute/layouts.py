@@ -2,13 +2,12 @@
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.kernels.arguments import BlockArguments
-
-NO_BLOCKS = BlockArguments(None, None, None, None)
+from flash_attn_cute.spec import AttentionInputs
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -27,3 +26,22 @@ def fits(strides: tuple[int, ...]) -> bool:
 def compact(x: Tensor) -> Tensor:
     """The tensor if its last dimension is contiguous, else a copy."""
     return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def of_sequences(inputs: AttentionInputs) -> dict[str, Any]:
+    """Offsets and lengths of a call's sequences, by the names of the kernels' arguments."""
+    given = {
+        "mCuSeqlensQ": inputs.cu_seqlens_q,
+        "mCuSeqlensK": inputs.cu_seqlens_k,
+        "mSeqUsedQ": inputs.seqused_q,
+        "mSeqUsedK": inputs.seqused_k,
+    }
+    return {name: None if x is None else compact(x) for name, x in given.items()}
+
+
+def with_a_key(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs; k and v that have no rows get one of zeros, for TMA knows no empty tensors."""
+    if inputs.k.numel():
+        return inputs
+    k, v = (x.new_zeros(1, *x.shape[1:]) for x in (inputs.k, inputs.v))
+    return inputs._replace(k=k, v=v)

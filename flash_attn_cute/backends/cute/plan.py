@@ -16,10 +16,11 @@ from flash_attn_cute.kernels.arguments import (
     CellSizes,
     ForwardNumbers,
     MaskSizes,
+    described,
     workspace_bytes,
 )
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.spec import AttentionSpec
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -106,6 +107,12 @@ class BiasGradientPlan(NamedTuple):
     numbers: BiasGradientNumbers
     tables_size: int  # bytes; none without a mask
     sums_size: int  # bytes; none, if a tile of the gradient is one CTA's
+
+
+def takes_tiles(config: Any) -> bool:
+    """Whether CTAs of a configuration's main kernel take tiles from a counter."""
+    next_tile = described(pass_of(config).arguments).get("mNextTile")
+    return next_tile is not None and next_tile.is_given(config)
 
 
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:

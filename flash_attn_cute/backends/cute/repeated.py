@@ -14,7 +14,8 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # t
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import counters
-from flash_attn_cute.backends.cute.layouts import NO_BLOCKS, aligned, fits
+from flash_attn_cute.backends.cute.block_arguments import NO_BLOCKS
+from flash_attn_cute.backends.cute.layouts import aligned, fits
 from flash_attn_cute.backends.packing import dense_has_fully_masked, may_have_fully_masked
 from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results, residual_columns

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute import counters
-from flash_attn_cute.backends.cute.backend import CuteBackend
-from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
 from flash_attn_cute.spec import AttentionSpec
 from lab import interpreter
 from tests.lib import oracle
@@ -46,14 +44,12 @@ class Interpreted(CuteBackend):
         super().__init__(architecture)
         self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self.deterministic = deterministic
-        self._prepare_backward = self.prepare  # type: ignore[assignment]
+        self.launch_of = self.prepare  # type: ignore[assignment]
 
-    def prepare(
-        self, spec: AttentionSpec, q: Any, k: Any, num: int, longest: int, dlse: bool, layout: Any, _: Any
-    ) -> Any:
-        """Plans as ``_plan_backward`` does, without a GPU."""
-        plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
-        return cute_backend._Launch(Executed(plan, self.draw, self.changed, self.lagging), plan, takes_tiles=True)
+    def prepare(self, plan_pass: Any, _: torch.device, spec: AttentionSpec, *given: Any) -> Launch:
+        """Plans as ``_launch_of`` does, without a GPU."""
+        plan = plan_pass(self.architecture, spec, *given, self.num_ctas)
+        return Launch(Executed(plan, self.draw, self.changed, self.lagging), plan, takes_tiles=True)
 
 
 def execute(

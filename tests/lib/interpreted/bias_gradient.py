@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from flash_attn_cute.backends.cute import backend as cute_backend
-from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
+from flash_attn_cute.backends.cute.backend import Launch
+from flash_attn_cute.backends.cute.plan import BiasGradientPlan, plan_bias_gradient
 from flash_attn_cute.spec import AttentionSpec
 from lab import interpreter
 from tests.lib import oracle
@@ -43,25 +43,18 @@ class WithGradient(Interpreted):
         self.num_sms_split, self.changed_gradient, self.lagging_gradient = num_sms, changed, lagging
         self.is_alone, self.launches = is_alone, True
         self.plans: list[BiasGradientPlan] = []  # of gradients that have been asked for
-        self._prepare_bias_gradient = self.prepare_gradient  # type: ignore[assignment]
 
-    def prepare(self, *given: Any) -> Any:
-        """Prepares a call as ``Interpreted`` does."""
-        launch = super().prepare(*given)
+    def prepare(self, plan_pass: Any, device: torch.device, spec: AttentionSpec, *given: Any) -> Launch:
+        """Prepares either pass as ``_launch_of`` does, without a GPU."""
+        if plan_pass == plan_bias_gradient:
+            plan = plan_pass(self.architecture, spec, *given, self.num_sms_split)
+            self.plans.append(plan)
+            launched = Executed(plan, self.draw, self.changed_gradient, self.lagging_gradient)
+            return Launch(launched if self.launches else lambda a: None, plan, takes_tiles=False)
+        launch = super().prepare(plan_pass, device, spec, *given)
         if not self.is_alone:
             return launch
         return launch._replace(kernel=Executed(launch.plan, self.draw, only="Preprocess"))
-
-    def prepare_gradient(
-        self, spec: AttentionSpec, q: Any, k: Any, num: int, layout: Any, backward: BackwardPlan, *given: Any
-    ) -> Any:
-        """Plans as ``_plan_bias_gradient`` does, without a GPU."""
-        slots, shape, _ = given
-        shapes = Shapes(q, k, num, 0, scores=layout)
-        plan = plan_bias_gradient(self.architecture, spec, shapes, backward, slots, shape, self.num_sms_split)
-        self.plans.append(plan)
-        launched = Executed(plan, self.draw, self.changed_gradient, self.lagging_gradient)
-        return cute_backend._Launch(launched if self.launches else lambda a: None, plan, takes_tiles=False)
 
 
 def check_dbias(call: Call, backend: WithGradient) -> None:

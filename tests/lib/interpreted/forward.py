@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute import counters
-from flash_attn_cute.backends.cute.backend import CuteBackend
-from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
+from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
+from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward, takes_tiles
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
@@ -53,13 +52,12 @@ class Interpreted(CuteBackend):
         architecture = architecture_of(capability)
         super().__init__(by_pairs_of_ctas(architecture) if by_pairs else architecture)
         self.options = options
-        self._prepare_forward = self.prepare  # type: ignore[assignment]
+        self.launch_of = self.prepare  # type: ignore[assignment]
 
-    def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, few: bool, layout: Any, _: Any) -> Any:
-        """Plans as ``_plan_forward`` does, without a GPU."""
-        shapes = cute_backend._forward_shapes(q, k, num, few, layout)
-        plan = plan_forward(self.architecture, spec, shapes, NUM_SMS)
-        return cute_backend._Launch(Executed(plan, **self.options), plan, cute_backend._takes_tiles(plan.config))
+    def prepare(self, plan_pass: Any, _: torch.device, spec: AttentionSpec, *given: Any) -> Launch:
+        """Plans as ``_launch_of`` does, without a GPU."""
+        plan = plan_pass(self.architecture, spec, *given, NUM_SMS)
+        return Launch(Executed(plan, **self.options), plan, takes_tiles(plan.config))
 
 
 def execute(

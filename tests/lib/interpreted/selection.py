@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.backends.cute import backend as cute_backend
-from flash_attn_cute.backends.cute import selection
-from flash_attn_cute.backends.cute.backend import CuteBackend
-from flash_attn_cute.backends.cute.plan import Shapes
+from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
@@ -28,21 +25,12 @@ class Interpreted(CuteBackend):
     def __init__(self, **options: Any):
         super().__init__(ARCHITECTURES["sm90"])
         self.options = options
-        self._prepare_selection = self.prepare  # type: ignore[assignment]
-        self._prepare_selection_backward = self.prepare_backward  # type: ignore[assignment]
+        self.launch_of = self.prepare  # type: ignore[assignment]
 
-    def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, selected: Any, _: Any) -> Any:
-        """Plans as ``_plan_selection`` does, without a GPU."""
-        plan = selection.plan_selection(self.architecture, spec, Shapes(q, k, num, 0), selected, NUM_SMS)
-        return cute_backend._Launch(Executed(plan, **self.options), plan, takes_tiles=False)
-
-    def prepare_backward(
-        self, spec: AttentionSpec, q: Any, k: Any, num: int, selected: Any, has_dlse: bool, _: Any
-    ) -> Any:
-        """Plans as ``_plan_selection_backward`` does, without a GPU."""
-        shapes = Shapes(q, k, num, 0, has_dlse)
-        plan = selection.plan_selection_backward(self.architecture, spec, shapes, selected, NUM_SMS)
-        return cute_backend._Launch(Executed(plan, **self.options), plan, takes_tiles=False)
+    def prepare(self, plan_pass: Any, _: torch.device, spec: AttentionSpec, *given: Any) -> Launch:
+        """Plans as ``_launch_of`` does, without a GPU."""
+        plan = plan_pass(self.architecture, spec, *given, NUM_SMS)
+        return Launch(Executed(plan, **self.options), plan, takes_tiles=False)
 
 
 def results_of(

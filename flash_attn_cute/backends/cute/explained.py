@@ -1,0 +1,94 @@
+"""Launches of both passes of a call, of which there are shapes alone, for people to read."""
+
+from typing import Any
+
+from flash_attn_cute.backends.base import PassPlan
+from flash_attn_cute.backends.cute import plan
+from flash_attn_cute.backends.cute.layouts import with_a_key
+from flash_attn_cute.backends.cute.score_layout import forward_shapes, num_sequences, runs_packed, score_layout
+from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
+from flash_attn_cute.backends.packing import (
+    as_one_batch,
+    as_packed,
+    may_have_fully_masked,
+    needs_intervals,
+    over_scores,
+)
+from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.sparsity.bits import HALF
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+
+Passes = tuple[PassPlan | None, PassPlan | None]  # forward and backward; None where nothing is launched
+
+
+def planned(
+    architecture: Architecture,
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    num_sms: int,
+    *,
+    need_dbias: bool,
+    blocks: Any = None,
+) -> Passes:
+    """The launches of a call.
+
+    Args:
+        architecture: whose kernels.
+        spec: the call's.
+        inputs: on the meta device, where nothing is computed; offsets that are the same memory are the same tensor.
+        num_sms: SMs of the GPU.
+        need_dbias: whether the bias has a gradient.
+        blocks: of a block mask, which is not among the inputs: batch entries and heads that differ, and those
+            whose launch orders do.
+    """
+    intervals = needs_intervals(spec)
+    if intervals:
+        spec, inputs, _ = as_one_batch(spec, inputs)
+    bias, inputs = inputs.bias if need_dbias else None, over_scores(inputs)
+    has_queries, has_keys = inputs.q.numel() > 0, inputs.k.numel() > 0
+    forward = backward = None
+    if has_queries and (has_keys or spec.packed or spec.has_seqused):
+        given = with_a_key(as_packed(inputs) if spec.has_seqused and not spec.packed else inputs)
+        layout = score_layout(given, blocks=blocks)._replace(intervals=intervals)
+        forward = _for_people(plan.plan_forward(architecture, spec, forward_shapes(given, layout), num_sms))
+    no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
+    if has_queries and has_keys and not no_sequences:
+        repacked = runs_packed(spec, inputs) and not spec.packed
+        layout = score_layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
+        given = as_packed(inputs) if repacked else inputs
+        sequences = num_sequences(given) * (2 if may_have_fully_masked(given, spec.window_right) else 1)
+        shapes = plan.Shapes(given.q.shape, given.k.shape, sequences, given.max_seqlen_q, False, layout)
+        backward = _for_people(plan.plan_backward(architecture, spec, shapes, num_sms))
+    return forward, backward
+
+
+def planned_selection(
+    architecture: Architecture, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, selected: tuple[int, ...]
+) -> Passes:
+    """The first launches of a call in which each query selects key blocks, of tensors as in ``planned``.
+
+    ``selected`` is the shape of the selected blocks, (batch, heads, rows, top).
+    """
+    if not (inputs.q.numel() and inputs.k.numel()):
+        return None, None
+    shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), 0)
+    forward = plan_selection(architecture, spec, shapes, selected, num_sms)
+    halves = *selected[:-1], selected[-1] * spec.selection_block // HALF
+    backward = plan_selection_backward(architecture, spec, shapes, halves, num_sms)
+    return _for_people(forward), _for_people(backward)
+
+
+def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | SelectionPlan) -> PassPlan:
+    config, is_ordered = planned.config, not isinstance(planned, plan.BackwardPlan)
+    return PassPlan(
+        packed=config.features.packed,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        stages=getattr(config, "stages", None),
+        cluster=config.ctas_a_tile,
+        persistent=plan.takes_tiles(config),
+        deterministic=is_ordered or config.features.deterministic,
+        workspace_bytes=planned.workspace_size,
+        config=config,
+        numbers=planned.numbers,
+    )

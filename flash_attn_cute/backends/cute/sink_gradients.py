@@ -1,0 +1,61 @@
+"""Gradients of learnable sinks, which follow from what a backward pass leaves in its workspace."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.cute.document_sums import sum_by_documents
+from flash_attn_cute.backends.cute.plan import BackwardPlan
+from flash_attn_cute.backends.cute.score_layout import num_sequences
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+
+_LOG2_E = math.log2(math.e)
+
+
+def sink_gradient(
+    spec: AttentionSpec, inputs: AttentionInputs, planned: BackwardPlan, workspace: Tensor, sink: Tensor
+) -> Tensor:
+    """The gradient of a sink: minus the sum over queries of the sink's own P times delta.
+
+    Args:
+        spec: of the call.
+        inputs: as the kernels got them.
+        planned: the plan of the backward pass.
+        workspace: of that pass, which begins with lse, in base 2 or with a bias natural, and delta.
+        sink: (nheads,).
+    """
+    shape, tile_m = planned.stats_shape, planned.config.tile_m
+    lse, delta = workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
+    logits = sink.float()[:, None]
+    weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
+    weights.mul_(delta)
+    if not spec.packing_invariant:
+        return weights.sum(1).neg_().to(sink.dtype)
+    offsets = inputs.cu_seqlens_q
+    if offsets is None:
+        batch, seqlen = inputs.q.shape[:2]
+        first = _first_rows(batch, -(-seqlen // tile_m) * tile_m, sink.device)
+    else:  # as ``kernels.common.lengths.packed_block`` has it
+        first = offsets[:-1] // tile_m * tile_m + _first_rows(num_sequences(inputs), tile_m, sink.device)
+    return sum_by_documents(weights, first).neg_().to(sink.dtype)
+
+
+def sink_gradient_without_keys(
+    spec: AttentionSpec, inputs: AttentionInputs, sink: Tensor, lse: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """A sink that is all that real queries see is their lse; queries of padding have one of -inf."""
+    if dlse is None:
+        return torch.zeros_like(sink)
+    by_head = dlse.where(lse != -torch.inf, 0).movedim(-2, 0).flatten(1)
+    if not spec.packing_invariant:
+        return by_head.sum(1).to(sink.dtype)
+    offsets = inputs.cu_seqlens_q
+    batch, seqlen = inputs.q.shape[:2]
+    first = _first_rows(batch, seqlen, sink.device) if offsets is None else offsets[:-1]
+    return sum_by_documents(by_head, first).to(sink.dtype)
+
+
+def _first_rows(num: int, rows: int, device: torch.device) -> Tensor:
+    """The first row of each of so many sequences that have as many rows, int32."""
+    return torch.arange(num, dtype=torch.int32, device=device).mul_(rows)
