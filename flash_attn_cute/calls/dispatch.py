@@ -11,7 +11,7 @@ from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.selfcheck import gate
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
 # Behind the portable one, which serves all calls, are those that are checked first: they serve what the check passed.
@@ -21,9 +21,6 @@ _IN_ORDER_OF_PREFERENCE: list[Backend] = [
     *(backend for backend in _KERNELS if backend.architecture.is_checked_first),
 ]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
-
-# What kernels of a backend have been written for and have not run on a GPU yet: calls that name the backend get it.
-_UNTRIED = {"sm90": (Feature.SELECTION,)}
 
 _has_warned = False
 _has_warned_of_refusal = False
@@ -49,15 +46,6 @@ def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> t
     """Why the backend cannot serve a call: features that it lacks, and its limits; empty if it can."""
     lacking = tuple(feature.value for feature in spec.required if feature not in backend.features)
     return lacking + backend.limits(spec, inputs)
-
-
-def untried(name: str, spec: AttentionSpec) -> tuple[str, ...]:
-    """Why a backend that can serve a call serves it only if it is named: its kernels have not run on a GPU."""
-    return tuple(
-        f"{feature.value}, whose kernels have not run on a GPU yet and serve calls with backend={name!r} alone"
-        for feature in _UNTRIED.get(name, ())
-        if feature in spec.required
-    )
 
 
 def supposing(gpu: str) -> dict[str, Backend]:
@@ -134,7 +122,7 @@ def select(
     passed_over: dict[str, tuple[str, ...]] = {}
     names = list(backends)
     for i, (name, backend) in enumerate(backends.items()):
-        lacking = missing(backend, spec, inputs) or untried(name, spec)
+        lacking = missing(backend, spec, inputs)
         if not lacking:
             for other in names[i + 1 :]:
                 checked_first = backends[other]

@@ -208,19 +208,16 @@ def on_meta(d: int = 64, block: int = 64, **options: Any) -> Any:
     return explain(q, q, q, block_mask=mask, **options)
 
 
-def test_kernels_that_have_not_run_on_a_gpu_serve_those_who_name_them() -> None:
-    reason = "key blocks selected per query (BlockMask.from_selection)"
-    untried = f"{reason}, whose kernels have not run on a GPU yet and serve calls with backend='sm90' alone"
-    for gpu, words in (("sm90", untried), ("sm100", reason)):
-        found = on_meta(gpu=gpu)
-        assert found.backend == "portable"
-        assert found.passed_over == {gpu: (words,)}
+def test_which_backend_serves_it() -> None:
+    passed_over = on_meta(gpu="sm100")
+    assert passed_over.backend == "portable"
+    assert passed_over.passed_over == {"sm100": ("key blocks selected per query (BlockMask.from_selection)",)}
     assert on_meta().spec.selection_block == 64
-    named = on_meta(gpu="sm90", backend="sm90")
-    assert named.backend == "sm90"
-    assert named.forward.config.pass_name == "selection"
-    assert named.backward.config.pass_name == "selection_backward"
-    assert named.backward.deterministic
+    chosen = on_meta(gpu="sm90")
+    assert chosen.backend == "sm90"
+    assert chosen.forward.config.pass_name == "selection"
+    assert chosen.backward.config.pass_name == "selection_backward"
+    assert chosen.backward.deterministic
 
 
 @pytest.mark.parametrize(
