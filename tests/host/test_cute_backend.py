@@ -461,6 +461,55 @@ def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:
     assert launches[0].arguments.mSink.tolist() == inputs.learnable_sink.tolist()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("is_repeated", [False, True])
+@pytest.mark.parametrize("is_moved", [False, True], ids=["strided", "moved"])
+@pytest.mark.parametrize("name", ["dense", "packed", "padded"])
+def test_saved_tensors_may_have_any_layout(
+    name: str, is_moved: bool, is_repeated: bool, launches: list[Launched]
+) -> None:
+    """Hooks of saved tensors return what they like; kernels get what compiled code takes, with the same elements."""
+    inputs = CALLS[name]
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True, precise_gradients=True))
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    out, lse, _, residual = backend.forward(spec, inputs)
+    assert residual is not None
+    residual.copy_(torch.randint_like(residual, 100))
+    out.normal_()
+    lse.normal_()
+    call = BackwardCall(spec, inputs, out, lse, torch.randn_like(out), None, residual)
+    saved: dict[str, Any] = {name: layout(x, is_moved) for name, x in inputs._asdict().items() if isinstance(x, Tensor)}
+    others = call._replace(
+        inputs=inputs._replace(**saved),
+        out=layout(out, is_moved),
+        lse=layout(lse, is_moved),
+        residual=layout(residual, is_moved),
+    )
+    backward = backend.backward_for(call if is_moved else others) if is_repeated else backend.backward
+    launches.clear()
+    backend.backward(call)
+    backward(others)
+    (config, expected), (_, given) = launches
+    for name, argument, x in described_tensors(given):
+        y, align = getattr(expected, name, None), argument.kind.align
+        if (
+            isinstance(x, Tensor)
+            and isinstance(y, Tensor)
+            and name not in ("mdQ", "mdK", "mdV", "mWorkspace", "mNextTile")
+        ):
+            assert torch.equal(x, y), name
+            assert x.stride(-1) == 1, name
+            assert not align or x.data_ptr() % align == 0, name
+            assert all(step * x.element_size() % (align or 1) == 0 for step in x.stride()[:-1]), name
+    assert config.features.residual
+
+
+def layout(x: Tensor, is_moved: bool) -> Tensor:
+    """A copy with elements between its own, or at an address that is a multiple of an element's size alone."""
+    if is_moved:
+        return torch.cat((x.flatten()[:1], x.flatten()))[1:].view_as(x)
+    return strided(x)
+
+
 @pytest.mark.parametrize("name", ["dense", "packed"])
 def test_what_can_be_read_is_not_copied(name: str, launches: list[Launched]) -> None:
     inputs = CALLS[name]

@@ -338,6 +338,17 @@ def test_saved_tensors_are_all_that_is_kept() -> None:
         assert bitwise_equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_tensors_may_have_any_strides(dtype: torch.dtype) -> None:
+    """Hooks that pack elements between others, as a hook may, change no gradient."""
+    qkv = [x.detach().to(dtype).requires_grad_() for x in leaves()]
+    expected = step(*qkv)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x):
+        out = attend(*qkv)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), qkv), expected, strict=True):
+        assert bitwise_equal(a, b)
+
+
 def test_backward_in_another_thread() -> None:
     qkv = leaves()
     expected = step(*qkv)

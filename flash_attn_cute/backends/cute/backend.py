@@ -216,6 +216,8 @@ class CuteBackend:
             dout = zeroed(dout, sees(seen.keys))
             found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, residual, need_dbias, need_dsink))
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
+        # Hooks of saved tensors may return them in any layout.
+        lse, residual = compact(lse), None if residual is None else aligned(residual.contiguous())
         inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
         # Twice as fast as new_empty.
@@ -230,7 +232,7 @@ class CuteBackend:
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
         if spec.selection_block:
-            return selection.backward(self.launch_of, call, Gradients(dq, dk, dv))
+            return selection.backward(self.launch_of, call._replace(lse=lse), Gradients(dq, dk, dv))
         inputs = over_scores(inputs)
         is_packed = runs_packed(spec, inputs)
         layout = score_layout(inputs, bias, is_repacked=is_packed and not spec.packed)

@@ -61,7 +61,8 @@ def has_backward(call: BackwardCall) -> bool:
         and not may_have_fully_masked(inputs, spec.window_right)
         and (inputs.cu_seqlens_q is None or inputs.cu_seqlens_q.shape[0] > 1)
         and all(fits(x.stride()) for x in (call.out, call.dout))
-        and (call.dlse is None or call.dlse.stride()[-1] == 1)
+        and all(x is None or x.stride()[-1] == 1 for x in (call.lse, call.dlse))
+        and (call.residual is None or call.residual.is_contiguous())
     )
 
 
@@ -155,6 +156,8 @@ class RepeatedBackward:
         dq, dk, dv, workspace = empty(*of_q), empty(*of_k), empty(*of_v), empty(*self._workspace)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16:
             q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
+        if residual is not None:
+            residual = aligned(residual)
         self._launch.kernel(
             BackwardArguments(
                 q,

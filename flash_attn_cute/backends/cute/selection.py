@@ -103,7 +103,8 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
         mWorkspace=workspace,
         numbers=n,
     )
-    group, dsinks = planned.config.group, torch.zeros_like(call.lse[..., 0], dtype=torch.float32).view(-1)
+    group, sets = planned.config.group, math.prod(call.lse.shape[:-1])
+    dsinks = torch.zeros(sets, dtype=torch.float32, device=dk.device)
     sinks = None
     if call.need_dsink and inputs.learnable_sink is not None:
         sinks = inputs.learnable_sink.float().expand(len(dsinks) // spec.nheads, -1).reshape(-1, group)

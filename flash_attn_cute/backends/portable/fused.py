@@ -63,8 +63,10 @@ def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
 
 def backward(tile: Tile, out: Tensor, lse: Tensor, dout: Tensor, grads: Gradients) -> None:
     """Fills dq, dk and dv; shapes as in ``blockwise.backward``, out and lse with the sink included."""
+    # Hooks of saved tensors may return them in any strides, and the operator takes their last dimension for contiguous.
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, tile.q, tile.k, tile.v, out))
     found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, tile.q, tile.k, tile.v, out, lse, 0.0, tile.band.upper == 0, scale=tile.spec.softmax_scale
+        *rows, lse, 0.0, tile.band.upper == 0, scale=tile.spec.softmax_scale
     )
     for target, grad in zip(grads[:3], found, strict=True):
         target.copy_(grad)
