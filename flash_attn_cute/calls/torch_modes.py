@@ -80,8 +80,16 @@ def needs_dispatcher(tensors: Sequence[Any]) -> bool:
 
 
 def is_thread_watched() -> bool:
-    """Whether Dynamo or a mode with ``__torch_function__`` would act on a call, as ``needs_dispatcher`` has it."""
-    return torch.compiler.is_compiling() or (_is_torch_function_mode_enabled() and not _is_default_device_alone())
+    """Whether Dynamo, a mode with ``__torch_function__`` or a transform of torch.func would act on a call.
+
+    ``needs_dispatcher`` says why they are asked; a transform has a key in the thread, too, but may wrap tensors without
+    sizes, of which guards must not be asked.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (_is_torch_function_mode_enabled() and not _is_default_device_alone())
+        or peek_interpreter_stack() is not None
+    )
 
 
 def have_strides(tensors: Sequence[Any]) -> bool:

@@ -288,6 +288,16 @@ def test_tensors_without_strides_after_others(kind: str, name: str) -> None:
         flash_attn_func(**call | {name: WITHOUT_STRIDES[kind](call[name])})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_transform_over_nested_tensors_after_others() -> None:
+    """What vmap makes of them has no sizes; it is refused as in a first call, and does not end the process."""
+    call = dense()
+    flash_attn_func(**call)
+    nested = torch.nested.nested_tensor([call["q"], call["q"][:, :5]])
+    with pytest.raises(RuntimeError, match="not supported for batched nested"):
+        torch.vmap(lambda q: flash_attn_func(**call | {"q": q}))(nested)
+
+
 def test_a_gradient_without_strides_after_others() -> None:
     call = {name: x.requires_grad_() for name, x in dense().items()}
     flash_attn_func(**call).backward(torch.ones(2, 6, 4, 8))
