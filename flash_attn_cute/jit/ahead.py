@@ -28,11 +28,12 @@ _waiting: dict[Any, threading.Thread] = {}
 
 
 def begin(config: Any) -> None:
-    """Has another process compile the kernel of a configuration; returns at once."""
-    if sys.executable and config not in _waiting:
+    """Has another process compile the kernel of a configuration, if one can be started; returns at once."""
+    if _is_interpreter(sys.executable) and config not in _waiting:
         thread = threading.Thread(target=_compile, args=(config,), daemon=True)
-        _waiting[config] = thread
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # there are as many threads as there may be, or Python ends
+            thread.start()
+            _waiting[config] = thread
 
 
 def wait(config: Any) -> None:
@@ -46,6 +47,11 @@ def command(config: Any) -> list[str]:
     """The command that compiles the kernel of a configuration, unless it is in the folder."""
     given = pickle.dumps((sys.path, str(Path(__file__).parents[1]), pickle.dumps(config))).hex()
     return [sys.executable, "-I", "-c", _PROGRAM, given]  # nothing from the folder that it is begun in
+
+
+def _is_interpreter(program: str | None) -> bool:
+    """Whether a program runs Python code that it is given; applications with Python in them would start once more."""
+    return not hasattr(sys, "frozen") and Path(program or "").name.startswith(("python", "pypy"))
 
 
 def _compile(config: Any) -> None:

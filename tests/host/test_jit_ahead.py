@@ -91,6 +91,28 @@ def test_no_process_can_be_started(process: Process, compiler: Compiler, monkeyp
     assert compiler.calls == 2
 
 
+def test_no_thread_can_be_started(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kernel_beside()
+    cache.kernel(NEXT)
+    assert (process.begun, compiler.calls) == (0, 2)
+
+
+@pytest.mark.parametrize("program", [None, "", "/opt/app/trainer", "python3.12"])
+def test_applications_are_not_started_again(
+    program: str | None, process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Python is part of an application, that is ``sys.executable``; frozen ones may have any name."""
+    monkeypatch.setattr(sys, "executable", program)
+    if program == "python3.12":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    kernel_beside()
+    assert (process.begun, compiler.calls) == (0, 1)
+
+
 def test_processes_are_begun_only_where_something_is_compiled(
     process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
