@@ -62,7 +62,7 @@ def check_options(
         _check_flags({"precise_gradients": precise_gradients})  # type: ignore[unreachable]
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
-    if dropout_p != 0:
+    if (type(dropout_p) is not float or dropout_p != 0.0) and not _is_zero(dropout_p):
         raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
     if softmax_scale is not None:
         softmax_scale = _as_float("softmax_scale", softmax_scale, "None or a finite number")
@@ -70,10 +70,18 @@ def check_options(
         softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
         if softcap < 0:
             raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
-    left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
+    # Elements are not compared, as one may be an array, which has no truth value.
+    is_pair = type(window_size) is tuple and len(window_size) == 2
+    is_unbounded = is_pair and window_size[0] is window_size[1] is None
+    left, right = (None, None) if is_unbounded else _check_window(window_size)
     right = 0 if causal else right
     others = zero_padding, packing_invariant, precise_gradients, return_max_logits
     return Options(softmax_scale, left, right, softcap, bool(deterministic), *others)
+
+
+def _is_zero(number: object) -> bool:
+    """Whether it is a number, and 0; tensors are none, as to ask them may wait for the device."""
+    return isinstance(number, numbers.Real) and number == 0
 
 
 def _is_invariant(deterministic: object) -> bool:
