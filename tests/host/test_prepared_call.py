@@ -290,7 +290,7 @@ def test_tensors_without_strides_after_others(kind: str, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_transform_over_nested_tensors_after_others() -> None:
-    """What vmap makes of them has no sizes; it is refused as in a first call, and does not end the process."""
+    """A wrapper of vmap over them has no sizes; it is refused as in a first call, and does not end the process."""
     call = dense()
     flash_attn_func(**call)
     nested = torch.nested.nested_tensor([call["q"], call["q"][:, :5]])
