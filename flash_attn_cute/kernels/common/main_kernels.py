@@ -34,7 +34,7 @@ class MainKernel:
         """Products, called by their results, if they are of several kinds."""
         raise NotImplementedError
 
-    def launch(self, kernel: Any, tiles: Int32, num_sms: Int32, stream: Any, ctas_an_sm: int = 1) -> None:
+    def launch(self, kernel: Any, tiles: Int32, stream: Any, num_sms: Int32 | None = None, ctas_an_sm: int = 1) -> None:
         """Launches as many CTAs, or clusters, as SMs have room for or, if the kernel is not persistent, one a tile."""
         c, ctas = self.config, self.config.ctas_a_tile
         clusters = cutlass.min(tiles, ctas_an_sm * num_sms // ctas) if c.persistent else tiles
@@ -76,7 +76,7 @@ class ForwardKernel(MainKernel):
         mmas, tma = self.mmas(), self.tma(a, mO)
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mO, mLSE, a, self.row_tables(a, stream), scales)
-        self.launch(kernel, QueryTiles(c).num(a), a.numbers.num_sms, stream)
+        self.launch(kernel, QueryTiles(c).num(a), stream, a.numbers.num_sms)
 
     def loads(self) -> Any:
         """The operation by which TMA loads."""
@@ -122,7 +122,7 @@ class BackwardKernel(MainKernel):
         mmas, tma = self.mmas(), self.tma(a, mdK, mdV)
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mdK, mdV, a, ws, scales)
-        self.launch(kernel, num_key_tiles(c, a), a.numbers.num_sms, stream, c.ctas_an_sm)
+        self.launch(kernel, num_key_tiles(c, a), stream, a.numbers.num_sms, c.ctas_an_sm)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Any:
         """TMA tiles of the tensors that the kernel loads and stores."""

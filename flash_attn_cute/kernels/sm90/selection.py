@@ -18,32 +18,25 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
-from flash_attn_cute.kernels.common.main_kernels import ForwardMmas, MainKernel
-from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
-from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
+from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
-from flash_attn_cute.kernels.sm90.selection_transfers import (
-    COLUMNS,
-    BlockShared,
-    Item,
-    SelectionTransfers,
-    box_of_heads,
-    visible_keys,
-)
-from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
+from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 _BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
@@ -57,12 +50,11 @@ class _Shared(BlockShared):
     sO: cute.Tensor
 
 
-class SelectionSm90(MainKernel):
+class SelectionSm90(ItemKernel):
     """The forward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionConfig):
-        super().__init__(config, selection_schedule(config), swizzled)
-        self.transfers = SelectionTransfers(config)
+        super().__init__(config, selection_schedule(config))
         self.merge = SelectionMerge(config)
 
     @cute.jit
@@ -70,27 +62,19 @@ class SelectionSm90(MainKernel):
         """Launches the kernel, a CTA an item, and the one that merges."""
         c, a, n = self.config, arguments, arguments.numbers
         self.Storage = self.memory.struct()
-        mQ, mK, mV = (rows_first(x, c.features.packed) for x in (a.mQ, a.mK, a.mV))
-        mQ = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 1, 0, 3]))  # heads first
         picks = n.num_rows * n.top
         parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
         mOut = self._heads_first(parts["mOut"])
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box = box_of_heads(self.dtype, c.group)
-        tma = ForwardTiles(  # those of Q and O are of a group's heads, of one row, by some columns
-            Q=make_row_tiles(load, mQ, box, (c.group, COLUMNS), ragged=False),
-            K=self.memory.row_tiles(load, "sK", mK, c.features.packed),
-            V=self.memory.row_tiles(load, "sV", mV, c.features.packed),
-            O=make_row_tiles(store, mOut, box, (c.group, COLUMNS), ragged=False),
+        tma = ForwardTiles(
+            Q=self.loads_of_heads(a.mQ),
+            K=self.block_tiles("sK", a.mK),
+            V=self.block_tiles("sV", a.mV),
+            O=self.head_tiles(cpasync.CopyBulkTensorTileS2GOp(), mOut),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
-        self.kernel(self.mmas(), tma, parts["mLSE"], a, num_items, scales).launch(
-            grid=[num_items * n.num_units, 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        kernel = self.kernel(self.mmas(), tma, parts["mLSE"], a, num_items, scales)
+        self.launch(kernel, num_items * n.num_units, stream)
         self.merge(a, parts, stream)
 
     def mmas(self) -> ForwardMmas:
@@ -120,24 +104,11 @@ class SelectionSm90(MainKernel):
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory, then splits into roles."""
-        schedule, memory = self.schedule, self.memory
+        schedule = self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index, _, _ = cute.arch.block_idx()
         unit_idx, number = index // num_items, index % num_items
-        if warp_idx == 0:
-            prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                memory.init(storage)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        shared = _Shared(
-            **memory.tensors(storage, "entries", "sK", "sV", "sQ", "sO"),
-            k_ring=memory.ring(storage, "k"),
-            v_ring=memory.ring(storage, "v"),
-            first_q_ring=memory.ring(storage, "q0"),
-        )
+        shared = self.set_up(_Shared, tma, warp_idx)
         unit = SelectedUnit.of(self.config, a, unit_idx)
         item = Item.of(a, unit, number, num_items)
         if warp_idx < 4:
@@ -165,13 +136,9 @@ class SelectionSm90(MainKernel):
         scales: ScoreScales,
     ) -> None:
         """An mma warpgroup: every so many tiles of the item, from S to partial results."""
-        c = self.config
         work = self._work(a, unit_idx, item, mmas, tO, shared, mLSE, scales)
         shared.k_ring.wait_full(Int32(0))  # from warp 0
-        step, tiles = Int32(0), c.num_mma_warpgroups * c.picks_a_tile
-        for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
-            self._tile(work, cutlass.min(item.stop - first, c.picks_a_tile), step)
-            step += 1
+        self.mainloop(work)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
@@ -217,7 +184,7 @@ class SelectionSm90(MainKernel):
         )
 
     @cute.jit
-    def _tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
+    def tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
         """A tile of so many picks, which fewer than a whole one's have copies of the last behind them."""
         c, shared, thread, acc_S, acc_O = self.config, work.shared, work.thread, work.acc_S, work.acc_O
         ring = shared.q_ring(work.warpgroup)

@@ -12,10 +12,11 @@ _READ, _READ_BACKWARD = (("packed", "left", "right", "softcap", x) for x in ("si
 
 
 @dataclass(frozen=True)
-class _SelectedConfig(Sm90Config):
+class SelectedConfig(Sm90Config):
     """Fields that the configurations of both passes have."""
 
     ctas_a_tile: ClassVar[int] = 1
+    persistent: ClassVar[bool] = False
     tile_m: ClassVar[int] = TILE_ROWS
     stages: ClassVar[int] = 2  # tiles of Q in flight, for each warpgroup
 
@@ -40,7 +41,7 @@ class _SelectedConfig(Sm90Config):
 
 
 @dataclass(frozen=True)
-class SelectionConfig(_SelectedConfig):
+class SelectionConfig(SelectedConfig):
     """Configuration of the forward kernels of a selection."""
 
     pass_name: ClassVar[PassName] = "selection"
@@ -52,7 +53,7 @@ class SelectionConfig(_SelectedConfig):
 
 
 @dataclass(frozen=True)
-class SelectionBackwardConfig(_SelectedConfig):
+class SelectionBackwardConfig(SelectedConfig):
     """Configuration of the backward kernels of a selection, of blocks of 64 keys: others are cut into such."""
 
     pass_name: ClassVar[PassName] = "selection_backward"

@@ -1,6 +1,6 @@
 """Attention backward on Hopper where each query selects key blocks: key-outer, as ``sm90.selection`` is.
 
-``selection_schedule`` beside this module is the table of roles, pipelines, shared memory and steps, from which it takes
+``sm90.selection_schedule`` has the table of roles, pipelines, shared memory and steps, from which it takes
 its numbers. ``python -m flash_attn_cute.kernels describe sm90 selection_backward --d 128`` prints it.
 
 A CTA has an item: some of the picks (a query and a block that it selects) of one block of 64 keys, of the heads of one
@@ -18,39 +18,31 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.assembly import fma, pack, set_registers
-from flash_attn_cute.kernels.common.main_kernels import MainKernel
-from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
 from flash_attn_cute.kernels.common.selection_preprocess import SelectionPreprocess
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, backward_workspace_parts
-from flash_attn_cute.kernels.sm90.backward.selection_schedule import selection_backward_schedule
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_columns, store_row, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
-from flash_attn_cute.kernels.sm90.selection_transfers import (
-    COLUMNS,
-    BlockShared,
-    Item,
-    SelectionTransfers,
-    box_of_heads,
-    visible_keys,
-)
-from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
+from flash_attn_cute.kernels.sm90.selection_schedule import selection_backward_schedule
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
+from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
 
 
 class _Tma(NamedTuple):
-    """TMA tiles, by name; those of Q and dO are of a group's heads, of one row, by some columns."""
+    """TMA tiles, by name."""
 
     Q: RowTiles
     K: RowTiles
@@ -76,12 +68,11 @@ class _Shared(BlockShared):
     sdS: cute.Tensor
 
 
-class SelectionBackwardSm90(MainKernel):
+class SelectionBackwardSm90(ItemKernel):
     """The backward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionBackwardConfig):
-        super().__init__(config, selection_backward_schedule(config), swizzled)
-        self.transfers = SelectionTransfers(config)
+        super().__init__(config, selection_backward_schedule(config))
         self.preprocess = SelectionPreprocess(config)
         self.query_gradients = SelectionQueryGradients(config)
         self.key_gradients = SelectionKeyGradients(config)
@@ -91,29 +82,20 @@ class SelectionBackwardSm90(MainKernel):
         """Launches the kernel, a CTA an item, one ahead, and two behind."""
         c, a, n = self.config, arguments, arguments.numbers
         self.Storage = self.memory.struct()
-        packed = c.features.packed
-        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
-        mQ, mdO = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0, 3])) for x in (mQ, mdO))
         num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
         sizes = backward_workspace_parts(c, n.num_units, n.num_rows, n.num_rows * n.top, num_items)
         parts = carved(a.mWorkspace, sizes, Float32)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        box = box_of_heads(self.dtype, c.group)
         tma = _Tma(
-            Q=make_row_tiles(load, mQ, box, (c.group, COLUMNS), ragged=False),
-            K=self.memory.row_tiles(load, "sK", mK, packed),
-            V=self.memory.row_tiles(load, "sV", mV, packed),
-            dO=make_row_tiles(load, mdO, box, (c.group, COLUMNS), ragged=False),
+            Q=self.loads_of_heads(a.mQ),
+            K=self.block_tiles("sK", a.mK),
+            V=self.block_tiles("sV", a.mV),
+            dO=self.loads_of_heads(a.mdO),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         self.preprocess(a, parts, stream)
         results = [parts[name] for name in ("mLSE", "mDelta", "mdQ", "mdK", "mdV")]
-        self.kernel(self.mmas(), tma, a, *results, num_items, scales).launch(
-            grid=[num_items * n.num_units, 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        kernel = self.kernel(self.mmas(), tma, a, *results, num_items, scales)
+        self.launch(kernel, num_items * n.num_units, stream)
         self.query_gradients(a, parts, stream)
         self.key_gradients(a, parts, num_items, stream)
 
@@ -143,24 +125,11 @@ class SelectionBackwardSm90(MainKernel):
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory, then splits into roles."""
-        schedule, memory = self.schedule, self.memory
+        schedule = self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index, _, _ = cute.arch.block_idx()
         unit_idx, number = index // num_items, index % num_items
-        if warp_idx == 0:
-            prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                memory.init(storage)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        shared = _Shared(
-            **memory.tensors(storage, "entries", "sK", "sV", "sQ", "sdO", "sP", "sdS"),
-            k_ring=memory.ring(storage, "k"),
-            v_ring=memory.ring(storage, "v"),
-            first_q_ring=memory.ring(storage, "q0"),
-        )
+        shared = self.set_up(_Shared, tma, warp_idx)
         unit = SelectedUnit.of(self.config, a, unit_idx)
         item = Item.of(a, unit, number, num_items)
         if warp_idx < 4:
@@ -197,10 +166,7 @@ class SelectionBackwardSm90(MainKernel):
         shared.v_ring.wait_full(Int32(0))
         work.acc_dK.fill(0.0)
         work.acc_dV.fill(0.0)
-        step, tiles = Int32(0), c.num_mma_warpgroups * c.picks_a_tile
-        for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
-            self._tile(work, cutlass.min(item.stop - first, c.picks_a_tile), step)
-            step += 1
+        self.mainloop(work)
         part = number * c.num_mma_warpgroups + work.warpgroup
         for acc, mX, columns in ((work.acc_dK, results[1], c.tile_d), (work.acc_dV, results[2], c.tile_dv)):
             gX = cute.make_tensor(
@@ -272,7 +238,7 @@ class SelectionBackwardSm90(MainKernel):
         )
 
     @cute.jit
-    def _tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
+    def tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
         """A tile of so many picks, which fewer than a whole one's have copies of the last behind them: their P is 0."""
         c, shared, n = self.config, work.shared, work.arguments.numbers
         ring, mdQ = shared.q_ring(work.warpgroup), work.mdQ
