@@ -1,6 +1,6 @@
 """Attention backward on Hopper where each query selects key blocks: key-outer, as ``sm90.selection`` is.
 
-``sm90.selection_schedule`` has the table of roles, pipelines, shared memory and steps, from which it takes
+``sm90.selection_schedule`` has the table of roles, pipelines, shared memory and steps, from which this module takes
 its numbers. ``python -m flash_attn_cute.kernels describe sm90 selection_backward --d 128`` prints it.
 
 A CTA has an item: some of the picks (a query and a block that it selects) of one block of 64 keys, of the heads of one
