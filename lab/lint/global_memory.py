@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lab.ptx.threads import Program, Resolved, resolve
-from lab.ptx.tree import Function, Instruction, Operand
+from lab.ptx.threads import Program
+from lab.ptx.tree import Instruction, Operand
 
 # By sizes: a tile's number times its rows is a row, times its elements an offset; of all heads' tiles there are more.
 MOST_SCALE = (2.0**64, 4096, 512)
@@ -40,16 +40,16 @@ _UNKNOWN = Size(1, 1.0)  # a parameter, an element of memory, the number of a CT
 _BOUNDED = {"%tid": 1024, "%laneid": 32, "%warpid": 32, "%cluster_ctarank": 16, "%cluster_ctaid": 16, "%ntid": 1024}
 
 
-def offsets_that_may_wrap(function: Function) -> Iterator[tuple[Instruction, Instruction]]:
+def offsets_that_may_wrap(program: Program) -> Iterator[tuple[Instruction, Instruction]]:
     """Accesses to global memory, each with the instruction that makes 64 bits of a number that may have wrapped."""
-    analysis = _Analysis(function)
-    for x in function.instructions:
+    analysis = _Analysis(program)
+    for x in program.instructions:
         if "global" not in x.parts or not x.is_a("ld", "st", "red", "atom", "cp"):
             continue
         for operand in x.operands:
             for name in operand.names if operand.marks == "[" else ():
                 for widening in sorted(analysis.wrapped[x.register(name)]):
-                    yield x, function.instructions[widening]
+                    yield x, program.instructions[widening]
 
 
 def polls(program: Program) -> Iterator[Instruction]:
@@ -96,15 +96,15 @@ def _loads(x: Instruction) -> bool:
     return x.is_a("ld") and "global" in x.parts
 
 
-def _remainders(function: Function, resolved: list[Resolved]) -> Iterator[tuple[int, Operand]]:
+def _remainders(program: Program) -> Iterator[tuple[int, Operand]]:
     """Subtractions ``a - a / b * b``, each with ``b``, which its result is less than.
 
     Division, product and subtraction follow each other on one path, on which nothing writes ``a`` or ``b``.
     """
-    starts = {x.scope.label(x.operands[0].text) for x in function.instructions if x.is_a("bra")}
+    starts = {x.scope.label(x.operands[0].text) for x in program.instructions if x.is_a("bra")}
     quotients: dict[str, Instruction] = {}  # by register, of the path so far
     products: dict[str, Instruction] = {}  # of a quotient and its divisor: the division
-    for number, (x, one) in enumerate(zip(function.instructions, resolved, strict=True)):
+    for number, (x, one) in enumerate(zip(program.instructions, program.resolved, strict=True)):
         if number in starts:
             quotients, products = {}, {}
         texts = [operand.text for operand in x.operands]
@@ -133,15 +133,15 @@ def _remainders(function: Function, resolved: list[Resolved]) -> Iterator[tuple[
 class _Analysis:
     """Sizes of all registers, and of those of 64 bits where they were widened."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, program: Program) -> None:
         self.sizes: dict[str, Size] = {}
         self.wrapped: dict[str, set[int]] = defaultdict(set)  # instructions that widened what may have wrapped
-        self.resolved = [resolve(x) for x in function.instructions]
-        self.divisors = dict(_remainders(function, self.resolved))
+        self.resolved = program.resolved
+        self.divisors = dict(_remainders(program))
         changed = True
         while changed:
             changed = False
-            for number, x in enumerate(function.instructions):
+            for number, x in enumerate(program.instructions):
                 changed |= self._execute(number, x)
 
     def _execute(self, number: int, x: Instruction) -> bool:

@@ -74,12 +74,12 @@ class _Kernel:
             for thread, x, value in self._arrivals()
             if x.is_a("mbarrier.arrive")
             and "expect_tx" not in x.parts
-            and _executes_any(thread, "tcgen05.ld", "tcgen05.st")
+            and thread.executes_any("tcgen05.ld", "tcgen05.st")
         }
 
     def where(self, *prefixes: str) -> Iterator[tuple[Thread, int, Instruction]]:
         """Threads, and the instructions of a kind that they may execute."""
-        numbers = [i for i, x in enumerate(self.instructions) if x.is_a(*prefixes)]
+        numbers = self.program.numbers(*prefixes)
         for thread in self.threads:
             for number in numbers:
                 if thread.executes(number):
@@ -189,13 +189,12 @@ def barrier_operand(x: Instruction) -> int:
     return next(i for i, operand in enumerate(x.operands) if operand.marks == "[")
 
 
-def _executes_any(thread: Thread, *prefixes: str) -> bool:
-    return any(thread.program.instructions[x].is_a(*prefixes) for x in thread.executed)
-
-
 # What has happened to a thread on some path, and by which instruction; that of the first line, if there are several.
 _State = dict[str, int]
 _Report = Callable[[str, Instruction, str], None]
+# Operations that rules about paths are about; others only write registers.
+_OF_PATHS = {"st", "stmatrix", "ld", "red", "cp", "mbarrier", "bar", "barrier", "fence", "membar", "setmaxnreg"}
+_OF_PATHS |= {"tcgen05", "wgmma"}
 
 
 def _paths(kernel: _Kernel) -> Iterator[Finding]:
@@ -218,23 +217,29 @@ class _Scan:
         self.thread = thread
         self.findings = findings
         self.others = kernel.program.warps[thread.number // WARP][1]  # of its warp
-        self.issues_products = _executes_any(thread, "tcgen05.mma")
-        self.uses_tensor_memory = _executes_any(thread, "tcgen05")
+        self.issues_products = thread.executes_any("tcgen05.mma")
+        self.uses_tensor_memory = thread.executes_any("tcgen05")
 
     def run(self) -> None:
+        """Follows each straight piece to its end: states are kept, and joined, where several paths meet."""
         states: dict[int, _State] = {0: {"alone": 0, "unreleased": 0}}
-        waiting = [0]
+        waiting, end, meetings = [0], len(self.kernel.instructions), self.kernel.program.meetings
         while waiting:
             number = waiting.pop()
-            if number == len(self.kernel.instructions):
-                continue
             after = dict(states[number])
-            if self.thread.executes(number):
-                self.step(number, after)
-            for successor in self.thread.next_ones[number]:
-                if successor == len(self.kernel.instructions) and after.keys() & {"remote", "leaving"}:
-                    origin = after.get("remote", after.get("leaving", 0))
-                    self.report("cluster", number, origin, "ends without meeting the other CTA behind")
+            while True:
+                if self.thread.executes(number):
+                    self.step(number, after)
+                successors = self.thread.next_ones(number)
+                if len(successors) != 1 or successors[0] in meetings:
+                    break
+                (number,) = successors
+            for successor in successors:
+                if successor == end:
+                    if after.keys() & {"remote", "leaving"}:
+                        origin = after.get("remote", after.get("leaving", 0))
+                        self.report("cluster", number, origin, "ends without meeting the other CTA behind")
+                    continue
                 joined = after if successor not in states else _joined(states[successor], after)
                 if successor not in states or joined != states[successor]:
                     states[successor] = joined
@@ -248,6 +253,10 @@ class _Scan:
     def step(self, number: int, state: _State) -> None:
         """Applies an executed instruction to a state, and reports the rules that it breaks there."""
         x = self.kernel.instructions[number]
+        if x.operation not in _OF_PATHS:
+            if self.uses_tensor_memory:
+                self.registers_loaded(number, x, state)
+            return
         if is_arrival(x):
             self.check_telling(number, x, state)
         self.warp(number, x, state)
@@ -370,8 +379,11 @@ class _Scan:
             self.report("fence-before", number, state["unfenced"], "without tcgen05.fence::before_thread_sync behind")
             del state["unfenced"]  # once is enough
 
-    def tensor_memory(self, number: int, x: Instruction, state: _State) -> None:
+    def registers_loaded(self, number: int, x: Instruction, state: _State) -> None:
+        """Follows the registers that loads of tensor memory write, until the warp has waited for these."""
         resolved = self.kernel.program.resolved[number]
+        if "load" not in state:
+            return
         pending = {register for register in resolved.sources if f"register {register}" in state}
         if pending:
             origin = min(state[f"register {register}"] for register in pending)
@@ -383,6 +395,10 @@ class _Scan:
                 del state[fact]  # once is enough
         for register in resolved.results:
             state.pop(f"register {register}", None)
+
+    def tensor_memory(self, number: int, x: Instruction, state: _State) -> None:
+        """Checks waits and fences around accesses to tensor memory."""
+        self.registers_loaded(number, x, state)
         if x.is_a("tcgen05.ld", "tcgen05.st", "tcgen05.mma") and "waited" in state:
             self.report(
                 "fence-after", number, state["waited"], "without tcgen05.fence::after_thread_sync behind the wait of"
@@ -391,7 +407,8 @@ class _Scan:
         if x.is_a("tcgen05.ld"):
             state.setdefault("load", number)
             state.setdefault("unfenced", number)
-            state.update((f"register {register}", number) for register in resolved.results)
+            results = self.kernel.program.resolved[number].results
+            state.update((f"register {register}", number) for register in results)
         elif x.is_a("tcgen05.st"):
             state.setdefault("store", number)
             state.setdefault("unfenced", number)
@@ -487,7 +504,7 @@ def _ends_without(thread: Thread, numbers: set[int]) -> bool:
         seen.add(number)
         if number == len(thread.program.instructions):
             return True
-        waiting.extend(thread.next_ones[number])
+        waiting.extend(thread.next_ones(number))
     return False
 
 
@@ -529,7 +546,7 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
     if any(_reaches_others(x) for x in kernel.instructions):
         if not any(operand.text == "%cluster_ctarank" for x in kernel.instructions for operand in x.operands):
             return  # which CTA does what depends on something that is unknown here
-        kernels = [_Kernel(Program(kernel.program.function, rank)) for rank in range(_CTAS)]
+        kernels = [_Kernel(kernel.program.of_rank(rank)) for rank in range(_CTAS)]
     # By whose ring it is, and by whose warp, of those at the address of the ring, and of all: where a ring ends is not
     # certain.
     at_start: _ByRing = defaultdict(lambda: defaultdict(set))
@@ -611,7 +628,7 @@ def _polls(kernel: _Kernel) -> Iterator[Finding]:
 
 
 def _offsets(kernel: _Kernel) -> Iterator[Finding]:
-    for x, widened in offsets_that_may_wrap(kernel.program.function):
+    for x, widened in offsets_that_may_wrap(kernel.program):
         text = f"{widened.opcode} of a product of sizes in 32 bits, an offset of {x.opcode} in line {x.line}"
         yield Finding("offset", widened.line, text)
 

@@ -7,9 +7,10 @@ what is added to it, the known part is kept: the address of a stage of a ring is
 the shared memory of another CTA of the cluster is the same as in the own one, and knows whose it is.
 """
 
+import copy
 import functools
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,15 +121,15 @@ def _reader(instruction: Instruction, operand: Operand) -> Reader:
     return lambda thread: thread.values.get(register, undefined)
 
 
-def _evaluator(program: "Program", instruction: Instruction, count: int) -> Evaluator:
-    """Makes what computes so many results of an instruction."""
+def _evaluator(program: "Program", instruction: Instruction, count: int) -> Evaluator | None:
+    """Makes what computes so many results of an instruction; None if they are always unknown."""
     unknown: list[Value | None] = [None] * count
     op, words = instruction.operation, instruction.parts
     if op == "elect":
         return lambda thread: [*unknown[1:], Value(int(thread.number % WARP == 0))]
     if op == "mov" and instruction.operands[1].marks == "{":
         halves = [program.reader(instruction, x) for x in instruction.operands[1].parts]
-        return (lambda thread: [_whole(*(read(thread) for read in halves))]) if len(halves) == 2 else lambda _: unknown
+        return (lambda thread: [_whole(*(read(thread) for read in halves))]) if len(halves) == 2 else None
     compute = _computation(op, words)
     if count == 2 and op == "mov":  # of 64 bits into two registers
         read_whole = program.reader(instruction, instruction.operands[1])
@@ -137,9 +138,20 @@ def _evaluator(program: "Program", instruction: Instruction, count: int) -> Eval
         first = program.reader(instruction, instruction.operands[1])
         return lambda thread: [first(thread), *unknown[1:]]
     if count != 1 or compute is None:
-        return lambda thread: unknown
+        return None
     readers = [program.reader(instruction, x) for x in instruction.operands[1:]]
     return lambda thread: [compute([read(thread) for read in readers])]
+
+
+class Step(NamedTuple):
+    """What threads execute of an instruction."""
+
+    results: tuple[str, ...]
+    evaluate: Evaluator | None
+    guard: str | None
+    negated: bool
+    next_ones: tuple[int, ...]
+    is_inert: bool  # all that a thread knows behind it is that it has come there
 
 
 class Program:
@@ -157,21 +169,52 @@ class Program:
                 self.users[register].append(number)
         self.num_threads = function.num_threads
         self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
-        self._evaluators: dict[int, Evaluator] = {}
+        self._numbers: dict[tuple[str, ...], list[int]] = {}
+        self.steps = self._steps()
+
+    def _steps(self) -> list[Step]:
+        both = [*zip(self.instructions, self.resolved, strict=True)]
+        evaluators = [_evaluator(self, x, len(one.results)) for x, one in both]
+        known = {one.guard for one in self.resolved}  # registers whose values matter, whatever these are
+        for (_, one), evaluate in zip(both, evaluators, strict=True):
+            if evaluate is not None:
+                known.update(one.results)
+        return [
+            Step(
+                one.results,
+                evaluate,
+                one.guard,
+                x.negated,
+                next_ones,
+                one.guard is None and len(next_ones) == 1 and known.isdisjoint(one.results),
+            )
+            for (x, one), evaluate, next_ones in zip(both, evaluators, self.function.successors, strict=True)
+        ]
+
+    def of_rank(self, rank: int) -> "Program":
+        """The same program, of the CTA of a rank."""
+        other = copy.copy(self)
+        other.rank = rank
+        other.__dict__.pop("warps", None)
+        return other
+
+    def numbers(self, *prefixes: str) -> list[int]:
+        """Numbers of the instructions that begin with the whole words of one of some prefixes."""
+        if prefixes not in self._numbers:
+            self._numbers[prefixes] = [i for i, x in enumerate(self.instructions) if x.is_a(*prefixes)]
+        return self._numbers[prefixes]
+
+    @cached_property
+    def meetings(self) -> set[int]:
+        """Numbers of instructions at which paths of the function meet, or begin; and the end."""
+        count = Counter(x for step in self.steps for x in step.next_ones)
+        return {0, len(self.steps), *(number for number, paths in count.items() if paths > 1)}
 
     def reader(self, instruction: Instruction, operand: Operand) -> Reader:
         """Finds the reader of an operand, which is made once for all threads."""
         found = self._readers.get(id(operand))
         if found is None:
             found = self._readers[id(operand)] = _reader(instruction, operand)
-        return found
-
-    def evaluator(self, number: int) -> Evaluator:
-        """Finds what computes the results of an instruction, which is made once for all threads."""
-        found = self._evaluators.get(number)
-        if found is None:
-            count = len(self.resolved[number].results)
-            found = self._evaluators[number] = _evaluator(self, self.instructions[number], count)
         return found
 
     @cached_property
@@ -186,20 +229,29 @@ class Thread:
     def __init__(self, program: Program, number: int) -> None:
         self.program = program
         self.number = number
-        self.values: dict[str, Value | None] = {}
+        self.values: dict[str, Value | None] = {}  # of registers whose values may be known, or that are predicates
         self.reached: set[int] = set()
-        self.next_ones: dict[int, tuple[int, ...]] = {}
+        self._next_ones: dict[int, tuple[int, ...]] = {}  # of instructions that are guarded
         self._changes: dict[str, int] = defaultdict(int)
         self._run()
+        self._executed = {x for x in self.reached if self._guard(x) is not False}
 
     @cached_property
     def executed(self) -> list[int]:
         """The numbers of the instructions that it may execute, their guards being considered."""
-        return [x for x in sorted(self.reached) if self._guard(x) is not False]
+        return sorted(self._executed)
 
     def executes(self, number: int) -> bool:
         """Whether it may execute an instruction."""
-        return number in self.reached and self._guard(number) is not False
+        return number in self._executed
+
+    def executes_any(self, *prefixes: str) -> bool:
+        """Whether it may execute an instruction of a kind."""
+        return not self._executed.isdisjoint(self.program.numbers(*prefixes))
+
+    def next_ones(self, number: int) -> tuple[int, ...]:
+        """Where it may go on behind an instruction that it reaches."""
+        return self._next_ones.get(number, self.program.steps[number].next_ones)
 
     def value(self, instruction: Instruction, operand: Operand) -> Value | None:
         """Value of an operand; of an address, the value within the brackets."""
@@ -221,47 +273,56 @@ class Thread:
 
     def _guard(self, number: int) -> bool | None:
         """Whether an instruction's predicate lets it be executed; None if that is unknown."""
-        instruction = self.program.instructions[number]
-        register = self.program.resolved[number].guard
-        if register is None:
+        step = self.program.steps[number]
+        if step.guard is None:
             return True
-        value = self.values.get(register)
-        return None if value is None or not value.is_exact else bool(value.number) != instruction.negated
+        value = self.values.get(step.guard)
+        return None if value is None or not value.is_exact else bool(value.number) != step.negated
 
     def _run(self) -> None:
-        instructions, successors = self.program.instructions, self.program.function.successors
-        end = len(instructions)
+        steps, users, reached = self.program.steps, self.program.users, self.reached
+        end = len(steps)
         waiting: deque[int] = deque([0])
         while waiting:
             number = waiting.popleft()
+            while number != end and steps[number].is_inert:
+                reached.add(number)
+                (number,) = steps[number].next_ones
+                if number in reached:
+                    number = end
             if number == end:
                 continue
-            self.reached.add(number)
+            reached.add(number)
             changed = self._execute(number)
-            next_ones = successors[number]
-            if instructions[number].guard is not None:
-                guard = self._guard(number)
-                if len(next_ones) == 2 and guard is not None:
-                    next_ones = next_ones[:1] if guard else next_ones[1:]
-                elif self.program.resolved[number].guard not in self.values:
-                    next_ones = ()  # its predicate has no value yet
-            before = self.next_ones.get(number)
-            if before != next_ones:
-                self.next_ones[number] = tuple(dict.fromkeys((*(before or ()), *next_ones)))
-            waiting.extend(x for x in next_ones if x not in self.reached)
+            next_ones = steps[number].next_ones
+            if steps[number].guard is not None:
+                next_ones = self._next_of_guarded(number)
+            waiting.extend([x for x in next_ones if x not in reached])
             for register in changed:
-                waiting.extend(x for x in self.program.users[register] if x in self.reached)
+                waiting.extend([x for x in users[register] if x in reached])
+
+    def _next_of_guarded(self, number: int) -> tuple[int, ...]:
+        """Where the thread goes on as far as it is known by now, which is noted down beside what was known."""
+        step, guard = self.program.steps[number], self._guard(number)
+        next_ones = step.next_ones
+        if len(next_ones) == 2 and guard is not None:
+            next_ones = next_ones[:1] if guard else next_ones[1:]
+        elif step.guard not in self.values:
+            next_ones = ()  # its predicate has no value yet
+        self._next_ones[number] = tuple(dict.fromkeys((*self._next_ones.get(number, ()), *next_ones)))
+        return next_ones
 
     def _execute(self, number: int) -> list[str]:
         """Joins an instruction's results to what its registers may hold; returns those that changed."""
-        results = self.program.resolved[number].results
-        if not results or self._guard(number) is False:
+        results, evaluate, guard, *_ = self.program.steps[number]
+        if not results or (guard is not None and self._guard(number) is False):
             return []
         changed = []
-        for register, value in zip(results, self.program.evaluator(number)(self), strict=True):
+        for register, value in zip(results, evaluate(self) if evaluate else [None] * len(results), strict=True):
             if register in self.values:
-                value = _join(self.values[register], value)
-                if value == self.values[register]:
+                old = self.values[register]
+                value = _join(old, value)
+                if value == old:
                     continue
                 self._changes[register] += 1
                 if self._changes[register] > _MOST_CHANGES:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 _TOKEN = re.compile(
@@ -46,14 +46,16 @@ def tokens(text: str) -> list[Token]:
         PtxError: a character that no token begins with.
     """
     found, position = [], 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            line = text.count("\n", 0, position) + 1
-            raise PtxError(f"line {line}: expected PTX, got {text[position : position + 20]!r}")
+    for match in _TOKEN.finditer(text):
+        start, end = match.span()
+        if start != position:
+            break  # at a character between both
         if match.lastgroup != "space":
-            found.append(Token(str(match.lastgroup), match[0], position, match.end()))
-        position = match.end()
+            found.append(Token(str(match.lastgroup), match[0], start, end))
+        position = end
+    if position < len(text):
+        line = text.count("\n", 0, position) + 1
+        raise PtxError(f"line {line}: expected PTX, got {text[position : position + 20]!r}")
     return found
 
 
@@ -120,6 +122,11 @@ class Scope:
         raise PtxError(f"no label {name}")
 
 
+@cache  # a text has some hundred opcodes, and is asked about some dozen kinds of instructions
+def _begins(opcode: str, prefixes: tuple[str, ...]) -> bool:
+    return any(f"{opcode}.".startswith(f"{prefix}.") for prefix in prefixes)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One instruction, with where it is written."""
@@ -145,9 +152,7 @@ class Instruction:
 
     def is_a(self, *prefixes: str) -> bool:
         """Whether the opcode begins with the whole words of one of them."""
-        if not self.opcode.startswith(prefixes):
-            return False
-        return any(f"{self.opcode}.".startswith(f"{prefix}.") for prefix in prefixes)
+        return _begins(self.opcode, prefixes)
 
     def register(self, name: str) -> str:
         """Register of a name, distinguished from those of the same name in other scopes."""
@@ -225,7 +230,8 @@ class _Parser:
         return bisect.bisect_right(self.line_starts, position)
 
     def peek(self, ahead: int = 0) -> str:
-        return self.tokens[min(self.at + ahead, len(self.tokens) - 1)].text
+        at = self.at + ahead
+        return self.tokens[at].text if at < len(self.tokens) else ""
 
     def take(self, expected: str | None = None) -> Token:
         token = self.tokens[self.at]

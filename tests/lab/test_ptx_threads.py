@@ -28,7 +28,7 @@ def thread(number: int, body: str) -> Thread:
 def value(number: int, body: str, register: str) -> Value | None:
     """Value of a register of the kernel's own scope."""
     found = thread(number, body)
-    return found.values[f"{register}@0"]
+    return found.values.get(f"{register}@0")
 
 
 @pytest.mark.parametrize(
