@@ -144,7 +144,7 @@ def _evaluator(program: "Program", instruction: Instruction, count: int) -> Eval
 
 
 class Step(NamedTuple):
-    """What threads execute of an instruction."""
+    """An instruction as threads execute it."""
 
     results: tuple[str, ...]
     evaluate: Evaluator | None
@@ -192,7 +192,7 @@ class Program:
         ]
 
     def of_rank(self, rank: int) -> "Program":
-        """The same program, of the CTA of a rank."""
+        """This program, of the CTA of a rank."""
         other = copy.copy(self)
         other.rank = rank
         other.__dict__.pop("warps", None)
