@@ -4,19 +4,11 @@ from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
 from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
 from flash_attn_cute.kernels.sm90.backward.half_blocks_schedule import half_blocks_schedule
-from flash_attn_cute.kernels.sm90.backward.stored_ds_schedule import stored_ds_schedule
-from flash_attn_cute.kernels.sm90.config import (
-    BackwardConfig,
-    BackwardCtaConfig,
-    BackwardHalfBlocksConfig,
-    BackwardStoredDSConfig,
-)
+from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardCtaConfig, BackwardHalfBlocksConfig
 
 
 def backward_schedule(config: BackwardConfig) -> Schedule:
     """Schedule of the main kernel of a configuration: up to d = 128 that of a CTA, else of a cluster."""
-    if isinstance(config, BackwardStoredDSConfig):
-        return stored_ds_schedule(config)
     if isinstance(config, BackwardHalfBlocksConfig):
         return half_blocks_schedule(config)
     return cta_schedule(config) if isinstance(config, BackwardCtaConfig) else cluster_schedule(config)

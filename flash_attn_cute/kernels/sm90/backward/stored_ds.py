@@ -1,6 +1,6 @@
 """Attention backward on Hopper for block masks of blocks of 64, with dS in global memory: the kernel of dK and dV.
 
-``stored_ds_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+``half_blocks_schedule`` has the table of roles, pipelines, shared memory and steps, from which this module takes its
 numbers. A CTA has 64 keys and one mma warpgroup, and an SM two CTAs, as in ``half_blocks``. That kernel adds each block
 of dQ to a sum in global memory, 32 KB at d = 128, and these additions are what limits it
 (``benchmarks/notes/block-masks.md``). Here dS leaves instead, rounded as dK's product takes it, 8 KB at any d, each
@@ -19,7 +19,6 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.sm90.backward.cta import _Work
 from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
-from flash_attn_cute.kernels.sm90.backward.stored_ds_schedule import stored_ds_schedule
 from flash_attn_cute.kernels.sm90.backward.stored_ds_transfers import StoredDSTransfers
 from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.mma import convert
@@ -30,7 +29,6 @@ class BackwardStoredDSSm90(BackwardHalfBlocksSm90):
     """The kernel of one configuration: two persistent CTAs an SM."""
 
     config: BackwardStoredDSConfig
-    describe = staticmethod(stored_ds_schedule)  # type: ignore[assignment]
 
     def __init__(self, config: BackwardStoredDSConfig):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Warpgroup 0 of the backward kernel that stores dS (``stored_ds_schedule``): that of ``half_blocks`` but for dS."""
+"""Warpgroup 0 of the backward kernel that stores dS (``half_blocks_schedule``): that of ``half_blocks`` but for dS."""
 
 import cutlass.cute as cute
 from cutlass import Int32
