@@ -295,26 +295,6 @@ class SelectionBackwardArguments(NamedTuple):
     numbers: SelectionNumbers
 
 
-class MaskSizes(NamedTuple):
-    """Sizes of the tables that a backward pass makes of a mask."""
-
-    sets: Any  # of batch entries and heads that do not see alike
-    rows: Any  # blocks of queries of a set that do not see alike
-    m_blocks: Any  # of queries a set
-    blocks: Any  # of keys that a query can see
-    key_tiles: Any  # a set
-
-
-class CellSizes(NamedTuple):
-    """Sizes of the tables of cells of dS (``common.ds_cells``)."""
-
-    rows: Any  # blocks of queries that do not see alike
-    heads: Any  # of all batch entries
-    tile_heads: Any  # the same, but for those that share tiles of keys
-    chunks: Any
-    num: Any  # of cells
-
-
 def workspace_bytes(parts: dict[str, tuple[int, ...]]) -> int:
     """Bytes of a workspace whose parts, of numbers of 4 bytes, have these shapes."""
     return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())

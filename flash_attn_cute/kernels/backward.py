@@ -1,8 +1,8 @@
 """Sizes that the configurations of all architectures' backward passes have in common. Needs no cutlass."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from flash_attn_cute.kernels.arguments import CellSizes, MaskSizes, workspace_bytes
+from flash_attn_cute.kernels.arguments import workspace_bytes
 from flash_attn_cute.kernels.features import Case, Features
 
 CELL_NUMBERS = 64 * 64 // 2  # of 4 bytes, of a cell of dS (``common.ds_cells``): 64 x 64 of 16 bits
@@ -11,6 +11,37 @@ NUM_RANGES = 5  # numbers of a tile of keys that fixed point needs (``common.fix
 # Under a right bound the longest tiles would come last (``common.key_tiles``); packed sequences and grouped heads lose
 # by going the other way round.
 REVERSES_LAST = Case("right", without="packed grouped")
+
+
+class MaskSizes(NamedTuple):
+    """Sizes of the tables that a backward pass makes of a mask."""
+
+    sets: Any  # of batch entries and heads that do not see alike
+    rows: Any  # blocks of queries of a set that do not see alike
+    m_blocks: Any  # of queries a set
+    blocks: Any  # of keys that a query can see
+    key_tiles: Any  # a set
+
+
+class CellSizes(NamedTuple):
+    """Sizes of the tables of cells of dS (``common.ds_cells``)."""
+
+    rows: Any  # blocks of queries that do not see alike
+    heads: Any  # of all batch entries
+    tile_heads: Any  # the same, but for those that share tiles of keys
+    chunks: Any
+    num: Any  # of cells
+
+
+class PassSizes(NamedTuple):
+    """Sizes of a backward pass: ints, or the kernels' Int32."""
+
+    heads: Any  # of queries
+    num_m_blocks: Any  # blocks of queries a head
+    heads_k: Any
+    num_n_blocks: Any  # tiles of keys a head
+    mask: MaskSizes | None = None
+    cells: CellSizes | None = None  # None where dQ is summed in the workspace
 
 
 class BackwardSizes:
@@ -62,25 +93,9 @@ class BackwardSizes:
         """Parts that hold what is made of a mask, for so many rows of tiles of so many blocks of keys."""
         raise NotImplementedError
 
-    def parts(
-        self,
-        heads: Any,
-        num_m_blocks: Any,
-        heads_k: Any,
-        num_n_blocks: Any,
-        mask: MaskSizes | None,
-        cells: CellSizes | None = None,
-    ) -> dict[str, tuple[Any, ...]]:
-        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
-
-        Args:
-            heads: of queries; like all others an int, or the kernels' Int32.
-            num_m_blocks: blocks of queries a head.
-            heads_k: of keys.
-            num_n_blocks: tiles of keys a head.
-            mask: what there is of the tables that are made of a mask; None without one.
-            cells: what there is of cells of dS; None where dQ is summed in the workspace.
-        """
+    def parts(self, sizes: PassSizes) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes."""
+        heads, num_m_blocks, heads_k, num_n_blocks, mask, cells = sizes
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
             "mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m),
@@ -114,28 +129,12 @@ class BackwardSizes:
             parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
         return parts
 
-    def workspace_size(
-        self,
-        heads: int,
-        num_m_blocks: int,
-        heads_k: int,
-        num_n_blocks: int,
-        mask: MaskSizes | None,
-        shares: bool,
-        cells: CellSizes | None = None,
-    ) -> int:
+    def workspace_size(self, sizes: PassSizes, *, shares: bool) -> int:
         """Bytes of workspace.
 
-        Args:
-            heads: as in ``parts``.
-            num_m_blocks: as in ``parts``.
-            heads_k: as in ``parts``.
-            num_n_blocks: as in ``parts``.
-            mask: as in ``parts``.
-            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
-            cells: as in ``parts``.
+        ``shares``: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
         """
-        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask, cells)
+        parts = self.parts(sizes)
         if not shares:
             parts.pop("mdKVaccum", None)
         return workspace_bytes(parts)

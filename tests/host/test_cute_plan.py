@@ -17,7 +17,8 @@ from flash_attn_cute.backends.cute.plan import (
     plan_forward,
 )
 from flash_attn_cute.dq_order.contention_model import machine_of
-from flash_attn_cute.kernels.arguments import CellSizes, described
+from flash_attn_cute.kernels.arguments import described
+from flash_attn_cute.kernels.backward import CellSizes, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
 from flash_attn_cute.kernels.sm90.config import (
@@ -203,7 +204,7 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
     planned = plan_backward(SM90, spec, shapes, 132)
     blocks_q, blocks_k = planned.numbers.num_m_blocks, planned.numbers.num_n_blocks
-    parts = planned.config.parts(nheads, blocks_q, 2, blocks_k, None)
+    parts = planned.config.parts(PassSizes(nheads, blocks_q, 2, blocks_k))
     assert next(iter(parts)) == "mStats"
     assert math.prod(parts["mStats"]) == math.prod(planned.stats_shape)
     used = {name: 4 * math.prod(shape) for name, shape in parts.items()}
@@ -252,7 +253,7 @@ def test_chunks_of_heads_have_room(seed: int) -> None:
         assert entries > 1 << 17
         assert 2 * together * of_head > 1 << 17
         return
-    cells = planned.config.parts(1, 0, 0, 0, None, CellSizes(0, 0, 0, 0, n.num_cells))["mdS"][0]
+    cells = planned.config.parts(PassSizes(1, 0, 0, 0, cells=CellSizes(0, 0, 0, 0, n.num_cells)))["mdS"][0]
     assert cells <= 1 << 17
     of_tiles = [sum(seen[i : i + together]) for i in range(0, len(seen), together)]
     starts = [0, *itertools.accumulate(of_tiles)]

@@ -13,12 +13,11 @@ from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
-    CellSizes,
     ForwardNumbers,
-    MaskSizes,
     described,
     workspace_bytes,
 )
+from flash_attn_cute.kernels.backward import CellSizes, MaskSizes, PassSizes
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.spec import AttentionSpec
@@ -253,7 +252,8 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     cells = None
     if chunks is not None:
         cells = CellSizes(math.prod(sharing), spec.nheads * shapes.q[0], heads, numbers.num_chunks, numbers.num_cells)
-    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares, cells)
+    sizes = PassSizes(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, cells)
+    size = config.workspace_size(sizes, shares=shares)
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
 
 

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, MaskSizes
+from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
+from flash_attn_cute.kernels.backward import MaskSizes
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import EMPTY, Sharing, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import rows_of

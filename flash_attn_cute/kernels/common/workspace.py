@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments, CellSizes, MaskSizes
+from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
+from flash_attn_cute.kernels.backward import CellSizes, MaskSizes, PassSizes
 
 _SUMS = "mStats", "mdQaccum", "mdKVaccum", "mRanges", "mHeads"  # parts of a backward pass's workspace that are float32
 
@@ -80,12 +81,12 @@ class Workspace(NamedTuple):
         return self.mdQaccum[head, Int64(block), None]
 
     @staticmethod
-    def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
-        """Workspace of a pass; ``sizes`` are those of a mask's tables."""
+    def of(config: Any, a: BackwardArguments, mask: MaskSizes | None) -> "Workspace":
+        """Workspace of a pass; ``mask`` are sizes of a mask's tables."""
         n = a.numbers
         cells = cell_sizes(a) if config.stores_dS else None
-        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes, cells)
-        given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
+        sizes = PassSizes(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, mask, cells)
+        given = carved(a.mWorkspace, config.parts(sizes), lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))
 
 

@@ -225,20 +225,9 @@ def forward_config(
     features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False, half_blocks=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
-    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))
-    return ForwardConfig(
-        target=target,
-        dtype=dtype,
-        tile_d=tile.tile_d,
-        features=features,
-        tile_dv=columns_v,
-        q_parts=tile.q_parts,
-        tile_n=tile.tile_n,
-        k_stages=tile.k_stages,
-        v_stages=tile.v_stages,
-        o_in_q=tile.o_in_q,
-        ctas_a_tile=tile.ctas_a_tile,
-    )
+    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))._asdict()
+    del tile["queries"], tile["window"], tile["case"]
+    return ForwardConfig(target=target, dtype=dtype, features=features, **tile | {"tile_dv": columns_v})
 
 
 def _tile_columns(head_dim: int) -> int:

@@ -1,5 +1,7 @@
 """Producer warp and epilogue of the forward kernel (see ``forward``)."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -132,13 +134,13 @@ class Epilogue:
         thread: Int32,
     ) -> None:
         """All tiles of the CTA. A thread has a row of each part."""
-        c, rings = self.config, shared.rings
+        c, rings, out = self.config, shared.rings, _Out(a, tO, shared, mO, mLSE, thread)
         step, o_step = Int32(0), Int32(0)
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             has_keys = self._tile(shared, step).blocks.num > 0
             for part in cutlass.range(c.q_parts, unroll=1):
-                self._part(a, step, part, has_keys, o_step + part, tO, shared, mO, mLSE, thread)
+                self._part(out, step, part, has_keys, o_step + part)
             if has_keys:
                 o_step += c.q_parts
             rings.tiles.release(step)  # to the producer
@@ -152,20 +154,10 @@ class Epilogue:
         return QueryTile.read(self.config, shared.tiles[None, shared.rings.tiles.stage(step)])
 
     @cute.jit
-    def _part(
-        self,
-        a: ForwardArguments,
-        step: Int32,
-        part: Int32,
-        has_keys: cutlass.Boolean,
-        o_step: Int32,
-        tO: RowTiles | None,
-        shared: Shared,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        thread: Int32,
-    ) -> None:
-        c, rings, tile = self.config, shared.rings, self._tile(shared, step)
+    def _part(self, out: "_Out", step: Int32, part: Int32, has_keys: cutlass.Boolean, o_step: Int32) -> None:
+        """A part of a tile: O, if it has keys, lse, and zeros into the padding."""
+        c, a, shared, mO, mLSE, thread = self.config, out.arguments, out.shared, out.mO, out.mLSE, out.thread
+        rings, tile = shared.rings, self._tile(shared, step)
         first_row = tile.first_query + PART_ROWS * part
         stop = cutlass.min(first_row + PART_ROWS, tile.q.length)
         row_sum, row_max = Float32(0.0), -Float32.inf
@@ -181,9 +173,9 @@ class Epilogue:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
             if const_expr(c.features.wide):
-                self._store_rows(step, part, o_step, factor, mO, shared, thread)
+                self._store_rows(out, step, part, o_step, factor)
             else:
-                self._store(a, step, part, o_step, factor, tO, shared, thread)
+                self._store(out, step, part, o_step, factor)
         else:
             gO = mO[None, None, tile.head, tile.batch]
             zero_rows(gO, tile.q.start + first_row, stop - first_row, thread, PART_ROWS)
@@ -195,19 +187,9 @@ class Epilogue:
                 mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store(
-        self,
-        a: ForwardArguments,
-        step: Int32,
-        part: Int32,
-        o_step: Int32,
-        factor: Float32,
-        tO: RowTiles,
-        shared: Shared,
-        thread: Int32,
-    ) -> None:
+    def _store(self, out: "_Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O, each row times a factor, through shared memory and TMA."""
-        c, rings = self.config, shared.rings
+        c, shared, rings, thread, tO = self.config, out.shared, out.shared.rings, out.thread, out.tO
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         together = {"barrier_id": _BARRIER_EPILOGUE, "number_of_threads": PART_ROWS}
         pieces = c.tile_dv // O_COLUMNS
@@ -235,7 +217,7 @@ class Epilogue:
                         residuals[2 * q + half] = residual_word(list(own), self.dtype)
                     if const_expr(half == 1):
                         group = (piece * O_COLUMNS + first) // GROUP
-                        self._store_residuals(a, self._tile(shared, step), part, thread, group, residuals)
+                        self._store_residuals(out, self._tile(shared, step), part, group, residuals)
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
                 tensor_memory.before_sync()
@@ -256,34 +238,20 @@ class Epilogue:
 
     @cute.jit
     def _store_residuals(
-        self,
-        a: ForwardArguments,
-        tile: QueryTile,
-        part: Int32,
-        thread: Int32,
-        group: cutlass.Constexpr,
-        words: cute.Tensor,
+        self, out: "_Out", tile: QueryTile, part: Int32, group: cutlass.Constexpr, words: cute.Tensor
     ) -> None:
         """Residuals of a group of columns of this thread's row, if there are such a row and such columns."""
-        mResidual = rows_first(a.mResidual, self.config.features.packed)
-        row = tile.first_query + PART_ROWS * part + thread
+        mResidual = rows_first(out.arguments.mResidual, self.config.features.packed)
+        row = tile.first_query + PART_ROWS * part + out.thread
         if row < tile.q.length and group * GROUP < mResidual.shape[1]:
             gR = mResidual[tile.q.start + row, None, tile.head, tile.batch]
             cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gR, (GROUP,), (group,)), Int32))
 
     @cute.jit
-    def _store_rows(
-        self,
-        step: Int32,
-        part: Int32,
-        o_step: Int32,
-        factor: Float32,
-        mO: cute.Tensor,
-        shared: Shared,
-        thread: Int32,
-    ) -> None:
+    def _store_rows(self, out: "_Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O in float32, each row times a factor, by the threads that have the rows."""
-        c, rings, tile = self.config, shared.rings, self._tile(shared, step)
+        c, shared, rings, thread, mO = self.config, out.shared, out.shared.rings, out.thread, out.mO
+        tile = self._tile(shared, step)
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         row = tile.first_query + PART_ROWS * part + thread
         gO = mO[tile.q.start + row, None, tile.head, tile.batch]
@@ -309,3 +277,15 @@ class Epilogue:
         if self.config.leaves_out:  # nothing may have been multiplied: anything may stand there
             x = cutlass.select_(factor != 0.0, x, Float32(0.0))
         return x * factor
+
+
+@dataclass(frozen=True)
+class _Out:
+    """Where results of an epilogue's thread come from, and where they go."""
+
+    arguments: ForwardArguments
+    tO: RowTiles | None
+    shared: Shared
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    thread: Int32  # of the warpgroup

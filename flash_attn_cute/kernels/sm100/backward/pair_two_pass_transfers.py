@@ -1,5 +1,7 @@
 """Roles that load tiles for a pair of CTAs in two passes (see ``pair_two_pass``), and carry dQ away."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -11,6 +13,16 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.two_pass import plus
+
+
+class _Start(NamedTuple):
+    """Where a pass over a tile starts: the numbers of its first steps, as their rings count them."""
+
+    tile: KeyTile
+    tile_idx: Int32
+    step: Int32  # of either pass
+    do_step: Int32  # of passes of one kind
+    number: Int32  # of what lies in ``q``
 
 
 class PairTwoPassTransfers(PairTransfers):
@@ -31,13 +43,13 @@ class PairTwoPassTransfers(PairTransfers):
             tile, num_steps = shared.tile(c, a, tile_idx), shared.num_steps(c, a, tile_idx)
             shared.tiles.release(tile_idx)
             self._load_own_keys(tile, tma, shared, tile_idx)
-            self._load_first_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
+            self._load_first_pass(a, ws, tma, shared, _Start(tile, tile_idx, step, do_step, number))
             step, number = step + num_steps, number + num_steps
             # From the tensor cores: the last dO by columns has been read, in whose place dO by rows is loaded. (dS is
             # written there as well, behind the first dP. The next tile's dO is loaded behind its K, and so behind this
             # tile's last dQ.)
             shared.rings.do_columns.wait_empty(plus(do_step + num_steps, 1))
-            self._load_second_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
+            self._load_second_pass(a, ws, tma, shared, _Start(tile, tile_idx, step, do_step, number))
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
             tile_idx += 1
             # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
@@ -55,19 +67,10 @@ class PairTwoPassTransfers(PairTransfers):
 
     @cute.jit
     def _load_first_pass(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        tma: BackwardTiles,
-        shared: PairShared,
-        tile: KeyTile,
-        tile_idx: Int32,
-        step: Int32,
-        do_step: Int32,
-        number: Int32,
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
     ) -> None:
         """Q by rows, a step ahead of dO by columns; behind the first step's V."""
-        c, rings = self.config, shared.rings
+        c, rings, (tile, tile_idx, step, do_step, number) = self.config, shared.rings, start
         num_blocks = tile.blocks.num
         num_steps = heads_a_tile(c, a) * num_blocks
         for i in cutlass.range(num_steps + 1, unroll=1):
@@ -84,25 +87,17 @@ class PairTwoPassTransfers(PairTransfers):
                 sdO = shared.sdO_columns[None, None, ring.stage(now)]
                 self._load(tma.dO_columns, *all_of_it, head, tile, shared, sdO, ring, now, shared.rank)
                 if i == 1:
-                    start, stop = tile.keys_of(shared.rank, tma.V.tile_rows)
+                    first, stop = tile.keys_of(shared.rank, tma.V.tile_rows)
                     sV = shared.sV[None, None, 0]
-                    self._load(tma.V, start, stop, tile.head_k, tile, shared, sV, rings.v, tile_idx)
+                    self._load(tma.V, first, stop, tile.head_k, tile, shared, sV, rings.v, tile_idx)
 
     @cute.jit
     def _load_second_pass(
-        self,
-        a: BackwardArguments,
-        ws: Workspace,
-        tma: BackwardTiles,
-        shared: PairShared,
-        tile: KeyTile,
-        tile_idx: Int32,
-        step: Int32,
-        do_step: Int32,
-        number: Int32,
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
     ) -> None:
         """Q by rows and by columns, and dO by rows; behind the first step's K by columns."""
         c, rings, done = self.config, shared.rings, Int32(0)
+        tile, tile_idx, step, do_step, number = start
         for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
             for i in cutlass.range(tile.blocks.num, unroll=1):
                 head, m_block, now = tile.head + nth, tile.blocks.nth(i), step + done
