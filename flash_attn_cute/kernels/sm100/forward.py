@@ -271,18 +271,18 @@ class ForwardSm100(ForwardKernel):
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         online = RowSoftmax(scales.log2, c.polynomial_every, c.features.bias, self.keeps_max_P)
         max_logit = cute.make_rmem_tensor(1, Float32) if self.keeps_max_logits else None
-        rows = _Rows(a, tables, shared, scales, online, max_logit, part, thread, address)
+        rows = _Rows(c, a, tables, shared, scales, online, max_logit, part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
-            num_blocks = rows.tile(c, step).blocks.num
+            num_blocks = rows.tile(step).blocks.num
             if num_blocks > 0:
                 rows.reset()
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._softmax_step(rows, step, i, block_step)
                     block_step += 1
                 if const_expr(c.features.max_logits):
-                    rows.raise_max_logits(c, step)
+                    rows.raise_max_logits(step)
                 rings.stats.wait_empty(stats_step)  # from the epilogue
                 shared.stats[thread, 0, part] = rows.softmax.row_sum[0]
                 shared.stats[thread, 1, part] = rows.softmax.row_max[0]
@@ -299,17 +299,17 @@ class ForwardSm100(ForwardKernel):
         if const_expr(c.features.bias):
             step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
         if const_expr(c.features.listed):
-            block, code, words = rows.read_entry(c, step, block_step)
-            is_seen, is_cut = code != EMPTY, rows.hides(c, code, words)
+            block, code, words = rows.read_entry(step, block_step)
+            is_seen, is_cut = code != EMPTY, rows.hides(code, words)
         else:
-            block, words = rows.tile(c, step).blocks.nth(i), None
-            visible = rows.visible_blocks(c, step)
+            block, words = rows.tile(step).blocks.nth(i), None
+            visible = rows.visible_blocks(step)
             is_seen = block >= visible.start and block < visible.stop
             is_cut = visible.crosses_left(block) or visible.crosses_right(block)
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
 
-        bias = rows.bias(c, step, block) if const_expr(c.features.bias and not self.keeps_max_logits) else None
+        bias = rows.bias(step, block) if const_expr(c.features.bias and not self.keeps_max_logits) else None
         store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
@@ -317,16 +317,16 @@ class ForwardSm100(ForwardKernel):
             if const_expr(self.keeps_max_logits):
                 scale = rows.arguments.numbers.softmax_scale
                 if is_cut:
-                    rows.hide(c, step, block, place, words, scale)
-                rows.add_logits(c, place, scale)
+                    rows.hide(step, block, place, words, scale)
+                rows.add_logits(place, scale)
             if const_expr(c.features.softcap):
-                rows.cap(c, place)
+                cap_in_memory(place, c.tile_n, rows.scales.tanh)
             if const_expr(c.features.bias):
-                rows.add_bias(c, step, block, place, bias)
+                rows.add_bias(step, block, place, bias)
             if is_cut:
-                rows.hide(c, step, block, place, words, rows.scales.log2)
+                rows.hide(step, block, place, words, rows.scales.log2)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
-            rows.softmax.step(scores, store, partial(rows.rescale, c, unit), hand_over, self.dtype)
+            rows.softmax.step(scores, store, partial(rows.rescale, unit), hand_over, self.dtype)
         else:
             if const_expr(not c.features.listed):
                 store(0, [Int32(0)] * (c.tile_n // 2))
@@ -403,6 +403,7 @@ class _Products:
 class _Rows:
     """A softmax warpgroup's rows of a tile, one a thread, and their softmax."""
 
+    config: ForwardConfig
     arguments: ForwardArguments
     tables: Tables | None
     shared: Shared
@@ -416,77 +417,71 @@ class _Rows:
     # Fields of a tile are read again and again, and what follows from them is computed for every block: while a thread
     # waits for scores it has the time, but when it has them it lacks registers.
 
-    def tile(self, config: ForwardConfig, step: Int32) -> QueryTile:
+    def tile(self, step: Int32) -> QueryTile:
         """Tile of a step, as the producer has published it."""
-        return QueryTile.read(config, self.shared.tiles[None, self.shared.rings.tiles.stage(step)])
+        return QueryTile.read(self.config, self.shared.tiles[None, self.shared.rings.tiles.stage(step)])
 
-    def visible_blocks(self, config: ForwardConfig, step: Int32) -> Blocks:
+    def visible_blocks(self, step: Int32) -> Blocks:
         """Blocks of the tile that this part of its queries attends to."""
-        tile = self.tile(config, step)
+        tile = self.tile(step)
         first_row = tile.first_query + PART_ROWS * self.part
         num_rows = cutlass.min(tile.q.length - first_row, PART_ROWS)
-        window = Window.of(config.features, self.arguments, tile.q.length, tile.k.length)
-        return Blocks.of(first_row, num_rows, tile.k.length, window, config.tile_n)
+        window = Window.of(self.config.features, self.arguments, tile.q.length, tile.k.length)
+        return Blocks.of(first_row, num_rows, tile.k.length, window, self.config.tile_n)
 
     @cute.jit
-    def read_entry(self, config: cutlass.Constexpr, step: Int32, block_step: Int32) -> tuple[Int32, Int32, list[Int32]]:
+    def read_entry(self, step: Int32, block_step: Int32) -> tuple[Int32, Int32, list[Int32]]:
         """Entry of a block: its index, the code in the part's list, and the row's bits, 32 keys a word."""
         ring = self.shared.rings.entries
         ring.wait_full(block_step)  # from the producer
         block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
         ring.release(block_step)  # to it
         words = words_of(self.tables.mBits, code, 0, self.thread)
-        if const_expr(config.features.intervals):
-            tile, m = self.tile(config, step), self.arguments.mIntervals
+        if const_expr(self.config.features.intervals):
+            tile, m = self.tile(step), self.arguments.mIntervals
             row = tile.first_query + PART_ROWS * self.part + self.thread
-            words = within_interval(words, m, tile.batch, tile.q.length, row, block * config.tile_n)
+            words = within_interval(words, m, tile.batch, tile.q.length, row, block * self.config.tile_n)
         return block, code, words
 
     @cute.jit
-    def hides(self, config: cutlass.Constexpr, code: Int32, words: list[Int32]) -> Boolean:
+    def hides(self, code: Int32, words: list[Int32]) -> Boolean:
         """Whether some row of the warp does not attend to all of a block."""
         is_cut = code >= 0
-        if const_expr(config.features.intervals):
+        if const_expr(self.config.features.intervals):
             is_cut = hides_some(words)
         return is_cut
 
-    def cap(self, config: ForwardConfig, place: Int32) -> None:
-        """Puts a block's scores behind tanh, where they are in tensor memory."""
-        cap_in_memory(place, config.tile_n, self.scales.tanh)
-
-    def add_bias(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32, bias: Any) -> None:
+    def add_bias(self, step: Int32, block: Int32, place: Int32, bias: Any) -> None:
         """Adds the row's bias to a block's scores in tensor memory; read here, if not ahead of time.
 
         Where products are searched for the largest logit before, there are no registers to keep it in.
         """
-        bias = self.bias(config, step, block) if bias is None else bias
+        bias = self.bias(step, block) if bias is None else bias
         bias.add_in_memory(place, self.scales.bias)
 
-    def bias(self, config: ForwardConfig, step: Int32, block: Int32) -> BlockOfBias:
+    def bias(self, step: Int32, block: Int32) -> BlockOfBias:
         """Begins to read the row's bias in a block, which the part need not attend to."""
-        f, tile = config.features, self.tile(config, step)
+        f, tile = self.config.features, self.tile(step)
         tensors = ScoreTensors.of(f, self.arguments)
         row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
         mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
         bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
-        return BlockOfBias.of(bias, config.tile_n, block * config.tile_n)
+        return BlockOfBias.of(bias, self.config.tile_n, block * self.config.tile_n)
 
-    def hide(
-        self, config: ForwardConfig, step: Int32, block: Int32, place: Int32, words: list[Int32] | None, scale: Float32
-    ) -> None:
+    def hide(self, step: Int32, block: Int32, place: Int32, words: list[Int32] | None, scale: Float32) -> None:
         """Masks a block's scores, yet to be multiplied by ``scale``, where they are in tensor memory.
 
         By the bits in ``words``, if there are lists, or else outside what the row attends to.
         """
-        f = config.features
+        f = self.config.features
         if f.listed:
             hide_by_bits_in_memory(place, scale, words)
             return
-        tile = self.tile(config, step)
+        tile = self.tile(step)
         row = tile.first_query + PART_ROWS * self.part + self.thread
         window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
-        edges, first_column = Edges(left=f.left, right=True), block * config.tile_n
-        hide_in_memory(place, config.tile_n, scale, row, first_column, tile.k.length, window, edges)
+        edges, first_column = Edges(left=f.left, right=True), block * self.config.tile_n
+        hide_in_memory(place, self.config.tile_n, scale, row, first_column, tile.k.length, window, edges)
 
     def reset(self) -> None:
         """Resets the rows' state, before a tile's first block."""
@@ -494,13 +489,13 @@ class _Rows:
         if self.max_logit is not None:
             self.max_logit[0] = -Float32.inf
 
-    def add_logits(self, config: ForwardConfig, place: Int32, scale: Float32) -> None:
+    def add_logits(self, place: Int32, scale: Float32) -> None:
         """Raises the row's largest logit to those of a block, products in tensor memory times ``scale``."""
-        self.max_logit[0] = cute.arch.fmax(self.max_logit[0], largest_in_memory(place, config.tile_n, scale))
+        self.max_logit[0] = cute.arch.fmax(self.max_logit[0], largest_in_memory(place, self.config.tile_n, scale))
 
-    def raise_max_logits(self, config: ForwardConfig, step: Int32) -> None:
+    def raise_max_logits(self, step: Int32) -> None:
         """Raises the largest logit of the tile's head to those of the rows."""
-        tile = self.tile(config, step)
+        tile = self.tile(step)
         logit = self.softmax.max_logit(0) if self.max_logit is None else self.max_logit[0]
         is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
         logit = cutlass.select_(is_real, logit, -Float32.inf)
@@ -515,11 +510,11 @@ class _Rows:
         tensor_memory.before_sync()
         self.shared.rings.p.arrive(unit)
 
-    def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
+    def rescale(self, unit: Int32, factor: Float32) -> None:
         """Multiplies the row's O, to which all blocks before this one have been added."""
-        if config.q_parts == 1:
+        if self.config.q_parts == 1:
             self.shared.rings.added.wait_full(unit - 1)  # from the tensor cores
             tensor_memory.after_sync()
-        for first in range(0, config.tile_dv, _COLUMNS):
-            address = self.address + (config.first_O(self.part) + first)
+        for first in range(0, self.config.tile_dv, _COLUMNS):
+            address = self.address + (self.config.first_O(self.part) + first)
             tensor_memory.store(address, [x * factor for x in tensor_memory.load(address, _COLUMNS)])
