@@ -112,7 +112,7 @@ ARCHITECTURES = {
                     selection_backward_config,
                     "sm90.backward.selection:SelectionBackwardSm90",
                     SelectionBackwardArguments,
-                    "sm90.selection_schedule:selection_backward_schedule",
+                    "sm90.selection_schedule:selection_schedule",
                 ),
             },
         ),

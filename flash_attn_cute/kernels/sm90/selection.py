@@ -34,7 +34,6 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_a
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
@@ -54,7 +53,7 @@ class SelectionSm90(ItemKernel):
     """The forward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionConfig):
-        super().__init__(config, selection_schedule(config))
+        super().__init__(config)
         self.merge = SelectionMerge(config)
 
     @cute.jit

@@ -10,7 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
-from flash_attn_cute.kernels.schedule import Schedule
+from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
+from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
@@ -18,8 +19,8 @@ from flash_attn_cute.kernels.sm90.shared import swizzled
 class ItemKernel(MainKernel):
     """A kernel of one configuration, a CTA an item. Subclasses have products, the device side and ``tile``."""
 
-    def __init__(self, config: Any, schedule: Schedule):
-        super().__init__(config, schedule, swizzled)
+    def __init__(self, config: SelectedConfig):
+        super().__init__(config, selection_schedule(config), swizzled)
         self.transfers = SelectionTransfers(config)
 
     def block_tiles(self, name: str, mX: cute.Tensor) -> RowTiles:

@@ -34,7 +34,6 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_column
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_schedule import selection_backward_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
@@ -72,7 +71,7 @@ class SelectionBackwardSm90(ItemKernel):
     """The backward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionBackwardConfig):
-        super().__init__(config, selection_backward_schedule(config))
+        super().__init__(config)
         self.preprocess = SelectionPreprocess(config)
         self.query_gradients = SelectionQueryGradients(config)
         self.key_gradients = SelectionKeyGradients(config)
