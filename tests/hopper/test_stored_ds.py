@@ -68,6 +68,16 @@ def test_gradients(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("cells", [0, 1 << 17], ids=["adds-dQ", "stores-dS"])
+def test_fields_of_a_step_stay_until_it_is_stored(cells: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far loads and products are ahead: with as many steps of a tile as they can be, and more."""
+    monkeypatch.setattr(plan, "_CELLS", cells)
+    call = call_of(450, 70, 1, {"nheads": 1, "head_dim": head_dim, "share": 1.1})
+    check(call, Interpreted(random.Random(0), capability=H100, lagging=frozenset({"stores"})))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "nheads", "nheads_k", "share", "step"),
     [

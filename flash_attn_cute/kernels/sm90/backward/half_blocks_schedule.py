@@ -4,7 +4,6 @@ from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, 
 from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
 
 _TILE_STAGES = 2
-_STEP_STAGES = 4  # Q of four steps later waits until what this step has computed has left shared memory
 
 # An SM has two CTAs. Which of them has the tensor cores is left to the hardware.
 _HALF_BLOCKS = """
@@ -19,6 +18,16 @@ one CTA    tensor cores   S(t), dP(t)          dV(t)       dK(t)   S(t+1) ...
 the other  tensor cores   dV(t)         dK(t)  S(t+1), dP(t+1)         dV(t+1) ...
            other units          dS(t)                           P(t+1)
 """
+
+
+def _step_stages(c: BackwardHalfBlocksConfig) -> int:
+    """Stages of steps' fields, a power of two that is more than loading may be ahead of storing.
+
+    The mma warpgroup goes on until there is no room for what a step puts out. Q of that step is released by then,
+    unless dS is what it puts out, and the producer publishes a step before it loads its Q.
+    """
+    ahead = c.stages + c.out_stages // c.pieces_dQ - c.stores_dS
+    return 4 if ahead < 4 else 8
 
 
 def half_blocks_schedule(config: BackwardHalfBlocksConfig) -> Schedule:
@@ -49,7 +58,7 @@ def half_blocks_schedule(config: BackwardHalfBlocksConfig) -> Schedule:
             Pipeline("do", c.do_stages, "dO and delta of a step", filled, done, queries + 4 * c.tile_m),
             Pipeline("out_1", c.out_stages, out, done, (storing.once(),)),
             Pipeline("bias", 0, "", (), ()),
-            Pipeline("steps", _STEP_STAGES, "a step's fields", filled, ()),
+            Pipeline("steps", _step_stages(c), "a step's fields", filled, ()),
         ),
         shared=_buffers(c),
         steps=_steps(stores_dS),
@@ -74,7 +83,7 @@ def _buffers(c: BackwardHalfBlocksConfig) -> tuple[Buffer, ...]:
         )
     return (
         Buffer("tile_fields", (KEY_TILE_FIELDS, _TILE_STAGES), "field, tile stage", "int32"),
-        Buffer("step_fields", (5, _STEP_STAGES), "field, step", "int32"),
+        Buffer("step_fields", (5, _step_stages(c)), "field, step", "int32"),
         Buffer("sBias", (0, 0, 0), "byte, row, bias stage", "uint8", align=16),
         Buffer("stats", (c.tile_m, c.numbers_a_query, c.stages), "query, number, stage", "float32", align=128),
         operand("sK", (c.tile_n, c.tile_d, 1, 1), "key, d, warpgroup, stage"),
