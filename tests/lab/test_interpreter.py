@@ -101,3 +101,73 @@ def test_registers_that_are_not_given_back(first: str, second: str, message: str
     for seed in range(4):
         with pytest.raises(interpreter.FaultError, match=message):
             run(first, second, seed)
+
+
+# Many computations in a row, of which some read what others have written: in a loop, in some lanes, under a guard.
+COMPUTATIONS = """
+ld.param.b64 %rd1, [kernel_param_0];
+mov.b32 %r2, 0;
+mov.b32 %r3, 7;
+mov.b32 %r16, 2;
+mov.b32 %r17, 5;
+mov.b32 %r18, 0;
+setp.lt.u32 %p2, %r1, 11;
+LOOP:
+add.s32 %r4, %r1, %r2;
+add.s32 %r5, %r1, 3;
+mad.lo.s32 %r16, %r16, %r17, %r18;
+mul.lo.s32 %r6, %r4, %r5;
+add.s32 %r2, %r2, 1;
+shl.b32 %r7, %r6, 3;
+shl.b32 %r8, %r4, %r2;
+xor.b32 %r3, %r7, %r3;
+cvt.rn.f32.s32 %r9, %r3;
+cvt.rn.f32.s32 %r10, %r6;
+fma.rn.f32 %r11, %r9, %r10, 0f3F800000;
+fma.rn.f32 %r12, %r10, %r10, %r11;
+mov.b64 %rd2, {%r11, %r12};
+add.rn.f32x2 %rd2, %rd2, %rd2;
+mov.b64 {%r13, %r14}, %rd2;
+setp.gt.f32 %p3, %r13, %r14;
+selp.b32 %r15, %r13, %r8, %p3;
+xor.b32 %r15, %r15, %r16;
+@%p2 add.s32 %r3, %r3, %r15;
+setp.lt.u32 %p3, %r2, 3;
+add.s32 %r18, %r3, 1;
+add.s32 %r18, %r18, %r18;
+xor.b32 %r18, %r18, %r2;
+@%p3 bra LOOP;
+@%p2 bra FEW;
+add.s32 %r4, %r3, 1;
+add.s32 %r5, %r4, 1;
+sub.s32 %r3, %r5, %r15;
+sub.s32 %r6, %r5, %r8;
+xor.b32 %r15, %r15, %r6;
+FEW:
+add.s32 %r4, %r3, %r15;
+xor.b32 %r5, %r4, %r3;
+mad.lo.s32 %r6, %r5, %r4, %r6;
+min.s32 %r7, %r6, %r7;
+mul.wide.u32 %rd3, %r1, 8;
+add.s64 %rd1, %rd1, %rd3;
+st.global.v2.b32 [%rd1], {%r6, %r7};
+ret;
+}
+"""
+
+
+def test_pieces_compute_what_their_instructions_do() -> None:
+    """Registers that are read later, and those alone, come out of a piece, in its lanes."""
+    text = HEAD[: HEAD.index("mov.b32 %r3")].replace("%r<16>", "%r<20>") + COMPUTATIONS
+    found = []
+    for one_by_one in (False, True):
+        program = interpreter.Program(text)
+        assert any(length > 4 for _, length in program.pieces)
+        if one_by_one:
+            program.pieces = [(step, 1) for step in program.code]
+        memory = np.zeros(512, np.uint8)
+        launch = interpreter.Launch([interpreter.address_of(0).to_bytes(8, "little")], (1, 1, 1), (64, 1, 1))
+        interpreter.run(program, launch, memory, random.Random(0))
+        found.append(memory.view(np.uint64))
+    assert len(set(found[0].tolist())) == 64
+    assert found[0].tolist() == found[1].tolist()
