@@ -357,7 +357,8 @@ class ForwardSm90(ForwardKernel):
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
             cute.gemm(mma, work.acc_S, tSrQ[None, None, k], work.tSrK[None, None, k, k_stage], work.acc_S)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
+            if const_expr(k == 0):
+                mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
@@ -365,10 +366,8 @@ class ForwardSm90(ForwardKernel):
         """O += P V, in flight on return."""
         mma = cute.make_mma_atom(work.mmas.O.op)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        tOrP = as_operand_a(work.rP)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            cute.gemm(mma, work.acc_O, tOrP[None, None, k], work.tOrV[None, None, k, v_stage], work.acc_O)
+        cute.gemm(mma, work.acc_O, as_operand_a(work.rP), work.tOrV[None, None, None, v_stage], work.acc_O)
         warpgroup.commit_group()
 
     @cute.jit

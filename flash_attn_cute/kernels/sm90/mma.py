@@ -36,7 +36,8 @@ def gemm(
     warpgroup.fence()
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+        if const_expr(k == 0 and is_first):
+            atom.set(warpgroup.Field.ACCUMULATE, True)
     if const_expr(is_last):
         warpgroup.commit_group()
 

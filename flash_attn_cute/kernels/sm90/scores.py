@@ -233,15 +233,18 @@ def hide(
         hides_rows: whether rows behind the sequence see nothing; else they may see anything.
     """
     scores, coordinates = rows_and_columns(acc_S), rows_and_columns(cS)
-    nothing, first_of_thread = hidden(scale_log2), coordinates[0, 0][1]
+    nothing, first_of_thread = hidden(scale_log2), Int32(coordinates[0, 0][1])
+    # Not coordinates[0, c], nor conditions: both are a dozen operations each, which take time to compile.
+    columns: list[Int32] = []  # of the rows' scores, alike in all
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         row = place.first_row + coordinates[r, 0][0] // heads_a_row
         start, stop = visible_columns(row, place.first_column, place.columns.length, place.window, edges)
         if const_expr(hides_rows):
             stop = stop if row < place.rows.length else Int32(0)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            # Not coordinates[0, c], nor a condition: both are a dozen operations each, which take time to compile.
-            column, score = first_of_thread + (c // 2 * 8 + c % 2), scores[r, c]
+            if const_expr(r == 0):
+                columns.append(first_of_thread + (c // 2 * 8 + c % 2))
+            column, score = columns[c], scores[r, c]
             if const_expr(edges.right or hides_rows):
                 score = cutlass.select_(column < stop, score, nothing)
             if const_expr(edges.left):

@@ -25,17 +25,19 @@ class OnlineSoftmax(SoftmaxState):
         """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
         max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
+        # In variables: every access to a tensor of registers is two operations, which take time to compile.
+        scores = [acc_S[i] for i in range(cute.size(acc_S))]
         if const_expr(is_first):
-            self._raise_max_and_compute_P(acc_S, rP, sums, max_P, None)
+            self._raise_max_and_compute_P(scores, rP, sums, max_P, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(acc_S, rP, sums, max_P, self.row_max, in_advance=True)
+            self._compute_P(scores, rP, sums, max_P, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 first_sums = [sums[r] for r in range(self.num_rows)]
-                corrections = self._raise_max_and_compute_P(acc_S, rP, sums, max_P, first_sums)
+                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -49,7 +51,7 @@ class OnlineSoftmax(SoftmaxState):
     @cute.jit
     def _raise_max_and_compute_P(
         self,
-        acc_S: cute.Tensor,
+        scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
         max_P: cute.Tensor | None,
@@ -57,9 +59,9 @@ class OnlineSoftmax(SoftmaxState):
     ) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
 
+        Scores are this thread's, in the order of ``acc_S``: pairs of columns of row 0 and of row 1 take turns.
         Returns the factors that O must be multiplied by: 1 where row_max stays, and then P stays as well.
         """
-        scores = rows_and_columns(acc_S)
         shifts = cute.make_rmem_tensor_like(self.row_max)
         corrections = cute.make_rmem_tensor_like(self.row_max)
         for r in cutlass.range_constexpr(self.num_rows):
@@ -67,9 +69,10 @@ class OnlineSoftmax(SoftmaxState):
             if const_expr(first_sums is not None):
                 fits = self._of_row(first_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
-            peak = scores[r, 0] * factor
-            for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
-                peak = cute.arch.fmax(peak, scores[r, c] * factor)
+            own = [x for i, x in enumerate(scores) if i // 2 % self.num_rows == r]
+            peak = own[0] * factor
+            for x in own[1:]:
+                peak = cute.arch.fmax(peak, x * factor)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
             row_max = cute.arch.fmax(self.row_max[r], peak)
@@ -81,7 +84,7 @@ class OnlineSoftmax(SoftmaxState):
             self.row_sum[r] *= corrections[r]
             if const_expr(self.max_P is not None):
                 self.max_P[r] *= corrections[r]
-        self._compute_P(acc_S, rP, sums, max_P, shifts, in_advance=False)
+        self._compute_P(scores, rP, sums, max_P, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -92,7 +95,7 @@ class OnlineSoftmax(SoftmaxState):
     @cute.jit
     def _compute_P(
         self,
-        acc_S: cute.Tensor,
+        scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
         max_P: cute.Tensor | None,
@@ -107,7 +110,6 @@ class OnlineSoftmax(SoftmaxState):
         shift.
         """
         packed = cute.recast_tensor(rP, Int32)
-        # In variables: every access to a tensor of registers is two operations, which take time to compile.
         shift = [shifts[r] for r in range(self.num_rows)]
         first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
         if const_expr(self.is_natural):
@@ -124,10 +126,10 @@ class OnlineSoftmax(SoftmaxState):
             largest = [self.max_P[r].bitcast(Int32) for r in range(self.num_rows)]
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
-            r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
+            r = i % self.num_rows
             low, high = (
                 cute.math.exp2(
-                    fma(acc_S[2 * i + j] - first[r] if subtracts else acc_S[2 * i + j], self.scale_log2, shift[r]),
+                    fma(scores[2 * i + j] - first[r] if subtracts else scores[2 * i + j], self.scale_log2, shift[r]),
                     fastmath=True,
                 )
                 for j in range(2)
