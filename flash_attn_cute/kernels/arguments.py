@@ -174,6 +174,7 @@ class BackwardArguments(NamedTuple):
     mdK: Annotated[Any, _RESULT]
     mdV: Annotated[Any, _RESULT]
     mdBias: Annotated[Any, Argument(replace(BIAS, strided=False), when="features.dbias")]
+    mdBiasOfKeys: Annotated[Any, Argument(ROW_NUMBERS, when="features.dbias_of_keys")]  # (batch, heads, keys), zeros
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]

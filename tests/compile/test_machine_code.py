@@ -158,6 +158,12 @@ BACKWARD_CONFIGS = {
     "d128-residual-grouped": backward(128, right=True, grouped=True, deterministic=True, residual=True),
     "d128-residual-long": backward(128, keys=8192, residual=True),
     "d128-dbias": backward(128, bias=True, dbias=True),
+    **{f"d{d}-tiled-bias": backward(d, bias=True, tiled_bias=True, dbias=True) for d in (64, 96, 128)},
+    **{
+        f"d128-tiled-bias-{name}": backward(128, bias=True, tiled_bias=True, dbias=True, **{name: True})
+        for name in ("mask", "right", "deterministic")
+    },
+    **{f"d{d}-bias-of-keys": backward(d, bias=True, uniform_bias=True, dbias_of_keys=True) for d in (64, 128)},
     "d128-strided-bias": backward(128, bias=True, strided_bias=True),
     **{f"d{d}-row-of-a-bias": backward(d, bias=True, uniform_bias=True, float32_bias=True) for d in (64, 128)},
 }
@@ -173,6 +179,11 @@ SPILLING = {
     # Warp 3 keeps a quotient, once a kernel.
     "d128-causal-grouped-unordered": (backward(128, right=True, grouped=True), 8),
     "d128-bias-grouped": (backward(128, bias=True, grouped=True), 16),
+    "d128-tiled-bias-grouped": (backward(128, bias=True, tiled_bias=True, dbias=True, grouped=True), 8),
+    "d128-tiled-bias-causal-grouped": (
+        backward(128, bias=True, tiled_bias=True, dbias=True, grouped=True, right=True),
+        16,
+    ),
     "d128-float32-bias-everything": (backward(128, bias=True, float32_bias=True, **BACKWARD_EVERYTHING), 8),
     # Warp 0 keeps where it is in a list.
     **{f"d{d}-block-mask": (backward(d, block_mask=True, deterministic=True), 16) for d in (64, 128)},

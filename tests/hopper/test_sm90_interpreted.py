@@ -9,6 +9,7 @@ import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
+from flash_attn_cute.kernels.sm90 import config
 from tests.lib.checks import bitwise_equal, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
@@ -27,7 +28,13 @@ FORWARD: dict[str, dict[str, Any]] = {
 BACKWARD: dict[str, dict[str, Any]] = {
     "d64": {},
     "d128-packed": {"head_dim": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
-    "d64-bias": {"bias": (1, 1), "nheads": 1},  # whose gradient is what the kernel computes
+    # Biases whose gradients are what the kernel computes: by TMA, in tiles or not; and sums of it.
+    "d64-bias": {"bias": (1, 1), "nheads": 1, "mask": (1, 1)},
+    "d128-bias": {"bias": (1, 1), "nheads": 1, "head_dim": 128, "causal": True},
+    "d128-bias-grouped": {"bias": (1, 1, 1), "nheads_k": 1, "head_dim": 128},
+    "d64-bias-sliced": {"bias": (1, 1), "nheads": 1, "bias_layout": "sliced"},
+    "d64-bias-of-heads": {"bias": (1, 1)},
+    "d128-bias-of-keys": {"bias": (1,), "head_dim": 128},
     "d256-cluster": {"head_dim": 256, "nheads_k": 1, "causal": True},
 }
 
@@ -60,6 +67,14 @@ def test_backward(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warp zeroes sums of dQ, and then stores dS; without an order, as long sequences have it."""
+    monkeypatch.setattr(config, "KEYS_IN_ORDER", 0)
+    call = drawn([130], [200], bias=(1, 1), nheads=1, head_dim=128)
+    backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_of_64(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own kernels, which go over halves of blocks; backward the one that has no room for dS."""
@@ -86,6 +101,6 @@ def test_sums_in_fixed_point(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_gradient_of_a_bias() -> None:
-    """Its own kernel, which sums over heads."""
-    call = drawn([130], [200], bias=(1,))
+    """Its own kernel, which sums over heads, here those of a group."""
+    call = drawn([130], [200], bias=(1,), nheads_k=1)
     check_dbias(call, WithGradient(random.Random(0), is_alone=True, capability=H100))

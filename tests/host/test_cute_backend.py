@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.cute import CuteBackend, plan
+from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import Argument, described
@@ -297,6 +298,54 @@ def test_gradient_of_a_bias(
         assert [numbers.sums_batch, numbers.sums_queries, numbers.sums_keys] == [sizes[i] == 1 for i in (0, 2, 3)]
         padded = not others.keys().isdisjoint({"seqused_q", "seqused_k"})
         assert (numbers.entries, numbers.sequences_an_entry) == ((2, 1) if padded else (0, 0))
+
+
+SHARED = {
+    "own": ((2, 8, 70, 96), None, ("dbias", True)),
+    "batch": ((8, 70, 96), None, ("dbias", True)),
+    "heads": ((2, 1, 70, 96), None, ("dbias", True)),
+    "batch, causal": ((8, 70, 96), 0, ("bias_gradient", True)),  # where the window hides scores, none would be written
+    "odd rows": ((8, 70, 92), None, ("bias_gradient", False)),
+    "queries": ((8, 1, 96), 0, ("dbias_of_keys", False)),
+    "all but keys": ((92,), None, ("dbias_of_keys", False)),
+    "keys": ((8, 70, 1), None, ("bias_gradient", False)),
+    "number": ((), None, ("bias_gradient", False)),
+}
+
+
+@pytest.mark.parametrize(("shape", "right", "expected"), SHARED.values(), ids=SHARED)
+def test_what_a_gradient_is_summed_from(
+    shape: tuple[int, ...], right: int | None, expected: tuple[str, bool], launches: list[Launched]
+) -> None:
+    """The backward kernel writes a gradient for every score or every key, or the gradient's own kernel follows."""
+    keys = shape[-1] if shape and shape[-1] > 1 else 96
+    bias = torch.randn(shape, dtype=torch.bfloat16)
+    inputs = inputs_of((2, 70, 8, 64), *[(2, keys, 8, 64)] * 2, bias=bias)
+    spec = AttentionSpec.of(inputs, Options(None, None, right, 0.0, False, True))
+    lse, backend = torch.randn(inputs.lse_shape), CuteBackend(ARCHITECTURES["sm90"])
+    grads = backend.backward(BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True))
+    by, tiled = expected
+    features = launches[0].config.features
+    assert (features.dbias, features.dbias_of_keys) == (by == "dbias", by == "dbias_of_keys")
+    assert features.tiled_bias == tiled
+    assert [launched.config.pass_name for launched in launches[1:]] == ["bias_gradient"] * (by == "bias_gradient")
+    assert grads.dbias is not None
+    assert (grads.dbias.shape, grads.dbias.dtype) == (bias.shape, bias.dtype)
+
+
+def test_sums_of_stored_gradients(launches: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored gradients are summed in float32 over all that shares the bias; more than 2 GiB are not stored."""
+    monkeypatch.setattr(cute_backend, "_room_for_gradient", lambda _, inputs: torch.full_like(inputs.bias, 1 + 2**-7))
+    bias, backend = torch.zeros(70, 96, dtype=torch.bfloat16), CuteBackend(ARCHITECTURES["sm90"])
+    inputs = inputs_of((3, 70, 8, 64), *[(3, 96, 8, 64)] * 2, bias=bias)
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
+    call = BackwardCall(spec, inputs, inputs.q, torch.randn(inputs.lse_shape), inputs.q, need_dbias=True)
+    dbias = backend.backward(call).dbias
+    assert dbias is not None
+    assert torch.equal(dbias, torch.full_like(bias, 24 * (1 + 2**-7)))
+    monkeypatch.setattr(plan, "_BYTES_OF_GRADIENTS", 2 * 24 * 70 * 96 - 1)
+    CuteBackend(ARCHITECTURES["sm90"]).backward(call)
+    assert [launched.config.pass_name for launched in launches] == ["backward", "backward", "bias_gradient"]
 
 
 def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]) -> None:

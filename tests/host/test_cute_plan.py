@@ -52,7 +52,8 @@ def test_unknown_features_are_refused() -> None:
 def test_a_pass_forgets_what_it_does_not_read() -> None:
     everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
     forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
-    only_backward = dict.fromkeys(("half_columns", "stored_ds", "dbias", "dlse", "grouped", "deterministic"), False)
+    names = "half_columns stored_ds tiled_bias dbias dbias_of_scores dbias_of_keys dlse grouped deterministic"
+    only_backward = dict.fromkeys(names.split(), False)
     assert forward == dataclasses.replace(everything, **only_backward)
     only_forward = {"sink": False, "uniform_mask": False, "max_logits": False, "half_blocks": False}
     assert backward == dataclasses.replace(everything, **only_forward)
@@ -163,6 +164,14 @@ def test_backward_sections(
         ({"right": True, "deterministic": True}, 8192, True, False, 64),
         ({"left": True}, 8192, True, False, 64),
         ({"bias": True}, 8192, True, False, 64),
+        ({"bias": True, "tiled_bias": True}, 8192, True, False, 64),
+        ({"bias": True, "dbias": True}, 8192, True, False, 64),
+        ({"bias": True, "tiled_bias": True, "dbias": True}, 8192, False, True, 64),
+        ({"bias": True, "tiled_bias": True, "dbias_of_scores": True}, 8192, False, True, 64),
+        ({"bias": True, "tiled_bias": True, "dbias": True}, 512, True, False, 64),
+        ({"bias": True, "tiled_bias": True, "dbias": True, "right": True}, 8192, True, False, 64),
+        ({"bias": True, "tiled_bias": True, "dbias": True, "deterministic": True}, 8192, True, False, 64),
+        ({"bias": True, "uniform_bias": True, "dbias_of_keys": True}, 8192, True, False, 64),
         ({"block_mask": True}, 8192, False, False, 64),
         ({}, 8191, False, True, 64),
         ({}, 8192, False, True, 80),

@@ -71,6 +71,9 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward-half-blocks": sm90.forward_config("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
     "sm90-forward-group": sm90.forward_config("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
     "sm90-backward": sm90.backward_config("bfloat16", 128, 128, Features()),
+    "sm90-backward-tiled-bias": sm90.backward_config(
+        "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)
+    ),
     "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
     "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(), keys=LONG),
     "sm90-backward-fixed-point": sm90.backward_config(

@@ -222,7 +222,8 @@ def mask_bytes(call: Call) -> int:
 def dbias_bytes(bias: Tensor | None) -> int:
     """Bytes that a backward pass may take for the gradient of a bias: itself, and float32 sums of its own shape.
 
-    Or of tiles of 128 x 128, if there are fewer of them than two an SM. Never anything of the shape it broadcasts to.
+    Or of tiles of 128 x 128, if there are fewer of them than two an SM. Never anything of the shape it broadcasts to,
+    as no dS is stored of rows that are no multiple of 16 bytes.
     """
     if bias is None:
         return 0

@@ -30,6 +30,7 @@ from flash_attn_cute.backends.cute.plan import (
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
 from flash_attn_cute.backends.cute.score_layout import (
     NO_SCORES,
+    as_four,
     forward_shapes,
     half_entries,
     num_sequences,
@@ -244,9 +245,10 @@ class CuteBackend:
             lse = compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
         done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse, residual), layout, grads)
-        dbias = done.arguments.mdBias
+        dbias, by_keys = done.arguments.mdBias, done.arguments.mdBiasOfKeys
+        dbias = by_keys[:, :, None] if by_keys is not None else dbias
         if dbias is not None and bias is not None:
-            dbias = dbias.view(bias.shape)
+            dbias = _summed(dbias, bias)
         elif bias is not None:
             # Of no keys there may be a bias of nothing.
             dbias = self._launch_bias_gradient(spec, done, bias) if bias.numel() else bias.new_zeros(bias.shape)
@@ -297,7 +299,10 @@ class CuteBackend:
         spec, dlse = call.spec, call.dlse
         inputs = split_fully_masked(call.inputs, spec.window_right)
         launch = self._backward_launch(call, inputs, layout)
-        dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
+        q, features, by_keys = inputs.q, launch.plan.config.features, None
+        dbias = _room_for_gradient(spec, inputs) if features.dbias else None
+        if features.dbias_of_keys:  # of keys that are fully masked, nothing is written
+            by_keys = q.new_zeros(q.shape[0], q.shape[2], inputs.k.shape[1], dtype=torch.float32)
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=inputs.q.device)
         arguments = BackwardArguments(
             mQ=aligned(inputs.q),
@@ -312,6 +317,7 @@ class CuteBackend:
             mdK=grads.dk,
             mdV=grads.dv,
             mdBias=dbias,
+            mdBiasOfKeys=by_keys,
             mWorkspace=workspace,
             **of_sequences(inputs),
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
@@ -326,7 +332,7 @@ class CuteBackend:
     def _launch_bias_gradient(self, spec: AttentionSpec, done: "_Backward", bias: Tensor) -> Tensor:
         """The gradient of a bias, in its own shape."""
         inputs, given = done.inputs, done.arguments
-        shape = (*[1] * (4 - bias.ndim), *bias.shape)
+        shape = as_four(bias)
         entries = sequences = 0
         if inputs.cu_seqlens_q is not None and not spec.packed:
             entries = given.mBias.shape[0]
@@ -400,6 +406,14 @@ def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     )
     room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
     return room(inputs.bias.shape)
+
+
+def _summed(gradients: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of a bias from those of all that it is broadcast to, summed in float32."""
+    dims = [i for i, (size, all_of) in enumerate(zip(as_four(bias), gradients.shape, strict=True)) if size < all_of]
+    if dims:
+        gradients = gradients.sum(dims)
+    return gradients.to(bias.dtype).view(bias.shape)
 
 
 def _num_sms(device: torch.device) -> int:

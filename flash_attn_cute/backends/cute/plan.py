@@ -5,7 +5,7 @@ Pure functions, which need neither a GPU nor a compiler.
 
 import math
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -32,11 +32,18 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
+# Gradients of scores, which are stored to be summed for a bias that batch entries or heads share. Of more bytes, a
+# kernel computes them again.
+_BYTES_OF_GRADIENTS = 1 << 31
 _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many sums are added up in no time
 # Of dS in a workspace: 1 GB (``kernels.common.ds_cells``). With half of it the two kernels of a chunk take about 0.7 ms
 # at d = 128, of which the ends, when CTAs run out of tiles, are about 50 us.
 _CELLS = 1 << 17
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
+
+
+# What shares an element of a bias: nothing, batch entries or heads, at least the queries, or the keys (and others).
+BiasGradientOf = Literal["scores", "shared", "keys", "other"]
 
 
 class ScoreLayout(NamedTuple):
@@ -47,7 +54,8 @@ class ScoreLayout(NamedTuple):
     strided_bias: bool = False  # its keys do not follow each other in memory
     paired_bias: bool = False  # two of an even key and the next lie in one aligned word
     uniform_bias: bool = False  # the same for all queries
-    own_gradients: bool = False  # the bias has a gradient, and an element for every score of its own
+    tiled_bias: bool = False  # its rows, and those of a gradient like it, begin at multiples of 16 bytes
+    gradient: BiasGradientOf | None = None  # None: the bias has none
     mask_keys: int = 1  # of the mask; at least 1
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
     block_lists: tuple[int, int] = (1, 1)  # of a block mask, over the batch and heads: 1, or those that differ
@@ -125,7 +133,10 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         right=spec.window_right is not None and not spec.has_mask,
         softcap=spec.softcap > 0,
         dlse=shapes.has_dlse,
-        dbias=_writes_dbias(spec, scores),
+        dbias=scores.gradient == "scores" and _writes_dbias(spec, scores),
+        dbias_of_scores=_stores_dbias(spec, shapes),
+        dbias_of_keys=_sums_dbias(spec, shapes),
+        tiled_bias=scores.tiled_bias and not (shapes.packed or spec.packing_invariant),
         float32_bias=scores.float32_bias,
         # A mask with a row for each query looks like one row for all if there is a single query.
         uniform_mask=not (spec.packing_invariant or scores.mask_varies[2] or _has_window(spec)) and spec.has_mask,
@@ -147,11 +158,34 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
 
 
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
-    """Whether a backward kernel can write a bias's gradient: if it is just what it computes, rounded to that dtype.
+    """Whether a backward kernel can write every score's gradient: if it is what it computes, rounded to that dtype.
 
     It is not if a dense batch becomes packed sequences, so if invariant, the other kernel computes them all.
     """
-    return scores.own_gradients and not spec.packing_invariant and not scores.float32_bias and not spec.softcap
+    return not (spec.packing_invariant or scores.float32_bias or spec.softcap)
+
+
+def _stores_dbias(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether a backward kernel stores every score's gradient for a bias that batch entries or heads share.
+
+    It does where it comes to all scores: others would have to be zeroed.
+    """
+    scores = shapes.scores
+    comes_to_all = not (spec.has_mask or spec.has_block_mask or _has_window(spec) or shapes.packed)
+    num_bytes = 2 * spec.nheads * math.prod(shapes.q[:-2]) * shapes.k[-3]
+    return (
+        scores.gradient == "shared"
+        and scores.tiled_bias
+        and comes_to_all
+        and num_bytes <= _BYTES_OF_GRADIENTS
+        and _writes_dbias(spec, scores)
+    )
+
+
+def _sums_dbias(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the backward kernel sums the gradients of each key's scores: each tile is then of one head."""
+    is_alone = spec.nheads == spec.nheads_k and not (shapes.packed or spec.packing_invariant)
+    return shapes.scores.gradient == "keys" and is_alone and not spec.softcap
 
 
 def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:

@@ -172,6 +172,7 @@ class RepeatedBackward:
                 dk,
                 dv,
                 None,  # mdBias
+                None,  # mdBiasOfKeys
                 workspace,
                 offsets_q,
                 offsets_k,

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ScoreLayout, Shapes
+from flash_attn_cute.backends.cute.layouts import fits
+from flash_attn_cute.backends.cute.plan import FEW_QUERIES, BiasGradientOf, ScoreLayout, Shapes
 from flash_attn_cute.backends.packing import dense_has_fully_masked
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
@@ -48,10 +49,8 @@ def score_layout(
     strided = bias is not None and bias.stride(-1) != 1
     paired = bias is not None and not strided and _is_paired(bias)
     uniform = bias is not None and bias.stride(-2) == 0
-    own_gradients = False
-    if bias is not None and wanted is not None:
-        # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
-        own_gradients = math.prod(wanted.shape) == math.prod(bias.shape) and not is_repacked
+    # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
+    gradient = None if bias is None or wanted is None or is_repacked else _gradient_of(bias, wanted)
     is_float32 = bias is not None and bias.dtype == torch.float32
     keys, varies = 1, (False, False, False)
     if mask is not None:
@@ -61,7 +60,8 @@ def score_layout(
         )
         varies = batch, heads, queries
     sets: Any = () if blocks is None else tuple(map(tuple, blocks))
-    layout = ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *sets)
+    tiled = bias is not None and not (is_float32 or uniform) and _is_tiled(bias)
+    layout = ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, tiled, gradient, keys, varies, *sets)
     return layout if tables is None or tables.intervals is None else layout._replace(intervals=True)
 
 
@@ -73,6 +73,25 @@ def half_entries(inputs: AttentionInputs) -> int:
     return -(-max(1, len(tables.half_columns.entries)) // _ENTRIES_STEP) * _ENTRIES_STEP
 
 
+def as_four(x: Tensor) -> tuple[int, ...]:
+    """Shape of a mask or bias, with all four dimensions."""
+    return (*[1] * (4 - x.ndim), *x.shape)
+
+
 def _is_paired(x: Tensor) -> bool:
     # Kernels compute addresses of rows behind the last one, too.
     return x.data_ptr() % (2 * x.element_size()) == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+
+
+def _is_tiled(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and fits(x.stride()) and x.shape[-1] % 8 == 0
+
+
+def _gradient_of(bias: Tensor, wanted: Tensor) -> BiasGradientOf:
+    """Finds what shares an element of ``wanted``, the user's bias, which ``bias`` has for every score."""
+    queries, keys = as_four(wanted)[2:]
+    if math.prod(wanted.shape) == math.prod(bias.shape):
+        return "scores"
+    if keys < bias.shape[3]:
+        return "other"
+    return "keys" if queries < bias.shape[2] else "shared"

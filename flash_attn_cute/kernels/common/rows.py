@@ -17,6 +17,17 @@ def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
     return cute.make_tensor(x.iterator, layout)
 
 
+def scores_first(x: cute.Tensor) -> cute.Tensor:
+    """View of (batch, heads, queries, keys) of 16-bit numbers as (queries, keys, heads, batch), as TMA can read it.
+
+    The caller has seen to it that its address, and all strides but the last, are multiples of 16 bytes.
+    """
+    (batch, heads, queries, keys), (batch_stride, head_stride, row_stride, _) = x.shape, x.stride
+    strides = tuple(cute.assume(stride, divby=8) for stride in (row_stride, head_stride, batch_stride))
+    layout = cute.make_layout((queries, keys, heads, batch), stride=(strides[0], 1, *strides[1:]))
+    return cute.make_tensor(x.iterator.align(16), layout)
+
+
 def numbers_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
     """View of a tensor with one number a row, (batch, heads, rows) or packed (heads, rows), as (rows, heads, batch)."""
     layout = cute.select(x.layout, mode=[1, 0] if packed else [2, 1, 0])

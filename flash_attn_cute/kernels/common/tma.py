@@ -84,6 +84,9 @@ class BackwardTiles(NamedTuple):
     Q_columns: RowTiles | None = None
     dO_columns: RowTiles | None = None
     K_columns: RowTiles | None = None
+    # Of scores, whose rows are queries and whose columns are keys.
+    bias: RowTiles | None = None
+    dBias: RowTiles | None = None
 
 
 def prefetch_descriptors(tma: Any) -> None:

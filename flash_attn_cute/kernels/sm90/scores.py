@@ -396,7 +396,13 @@ def compute_P(
 
 
 @cute.jit
-def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constexpr, rdS: cute.Tensor) -> None:
+def compute_dS(
+    acc_dP: cute.Tensor,
+    P: cutlass.Constexpr,
+    delta: cutlass.Constexpr,
+    rdS: cute.Tensor,
+    row_sums: cute.Tensor | None = None,
+) -> None:
     """Computes dS = P * (dP - delta), without the softmax scale, rounded into rdS.
 
     Args:
@@ -404,6 +410,7 @@ def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constex
         P: gives a group's P, times the derivative of a softcap, two a register.
         delta: gives a group's delta.
         rdS: laid out as acc_dP.
+        row_sums: of this thread's two rows, to which dS is added before it is rounded.
     """
     packed, dtype = cute.recast_tensor(rdS, Int32), rdS.element_type
     for i in cutlass.range_constexpr(0, cute.size(acc_dP), 8):
@@ -411,6 +418,8 @@ def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constex
         for j in cutlass.range_constexpr(0, 8, 2):
             low, high = (unpack(pairs[j // 2], n, dtype) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
             packed[(i + j) // 2] = pack(low, high, dtype)
+            if const_expr(row_sums is not None):
+                row_sums[j // 2 % 2] = row_sums[j // 2 % 2] + (low + high)
 
 
 @cute.jit

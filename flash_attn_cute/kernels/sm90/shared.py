@@ -36,6 +36,14 @@ def write(
 
 
 @cute.jit
+def read_c(mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32) -> None:
+    """Reads numbers that lie as an accumulator's into registers, from a transposed view of contiguous rows."""
+    tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), sX.element_type), mma)
+    from_shared = tiled_copy.get_slice(thread)
+    cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(rX))
+
+
+@cute.jit
 def read_a(mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32) -> None:
     """Reads a product's A operand from its tile in shared memory into registers."""
     tiled_copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sX.element_type), mma)

@@ -22,9 +22,11 @@ under masks those of the preprocessing kernel. In fixed point (``common.fixed_po
 integers as they come, float32 numbers of heads with outliers in turns. When no tile is left, mma warps round dQ
 (``common.dq_rounding``). lse and delta of a query behind its sequence are such that it has no weight.
 
-A bias comes through shared memory. A strided one, or one in float32 at d = 128, for which there is no room, threads
-read from global memory behind the start of S', into the registers that dP' would have, which so starts behind P'. Where
-every score has a bias of its own, dS' is its gradient, and is stored from registers.
+A bias comes through shared memory: by TMA, where its rows allow that, else copied by warp 3. A strided one, or one in
+float32 at d = 128, for which there is no room, threads read from global memory behind the start of S', into the
+registers that dP' would have, which so starts behind P'. Where every score's gradient is wanted, it is dS': TMA stores
+it from shared memory, where a row of dS is a query's then, or threads store it from registers. Where all queries have
+the same bias, a thread sums dS over the queries, in float32, for its two keys.
 
 Under a mask the mainloop goes over a list of blocks of queries, of all the tile's heads (``common.key_lists``). With Q
 of a block, the producer publishes its index and the place of the bits that mask its scores (``common.block_lists``).
@@ -50,7 +52,7 @@ from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
-from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.rows import rows_first, scores_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
@@ -62,17 +64,18 @@ from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
-from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import (
     Scores,
     SharedTransposed,
+    Transposed,
     compute_dS,
     compute_P,
     load_row_interval,
     read_transposed,
     store_transposed,
 )
-from flash_attn_cute.kernels.sm90.shared import read_a, swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.shared import read_a, read_c, swizzled, transposed, write
 
 _ROUNDED_AT_ONCE = 4  # times eight columns of two rows of dQ that a thread reads before it writes
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -107,7 +110,13 @@ class BackwardCtaSm90(BackwardKernel):
             S_registers=tiled_mma(dtype, k_major, k_major, c.tile_m, registers),
             dV=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
             dK=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
-            dQ=tiled_mma(dtype, mn_major, k_major if c.transposes_dQ else mn_major, c.columns_dQ, shared),
+            dQ=tiled_mma(
+                dtype,
+                k_major if c.dS_by_queries and not c.transposes_dQ else mn_major,
+                k_major if c.transposes_dQ else mn_major,
+                c.columns_dQ,
+                shared,
+            ),
         )
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
@@ -119,6 +128,8 @@ class BackwardCtaSm90(BackwardKernel):
             **{name: row_tiles(load, f"s{name}", rows_first(x, f.packed), f.packed) for name, x in tensors.items()},
             dK=None if f.wide else row_tiles(store, "sOut", mdK, f.packed),
             dV=None if f.wide else row_tiles(store, "sOut", mdV, f.packed),
+            bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if self.config.tiles_bias else None,
+            dBias=row_tiles(store, "sdS", scores_first(a.mdBias), False) if self.config.tiles_dbias else None,
         )
 
     @cute.kernel
@@ -152,10 +163,12 @@ class BackwardCtaSm90(BackwardKernel):
             elif warp_idx <= self.warpgroups:
                 self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
             if warp_idx == 3:
+                if const_expr(c.zeroes_sums):  # first, as others wait for zeros
+                    self.transfers.zero_sums(a, ws)
                 if const_expr(c.bias_pitch):
                     self.transfers.load_bias(a, shared)
-                if const_expr(c.zeroes_sums):
-                    self.transfers.zero_sums(a, ws)
+                elif const_expr(c.tiles_dbias):
+                    self.transfers.store_dS(a, tma, shared)
                 if const_expr(c.features.may_mask_keys):
                     index, _, _ = cute.arch.block_idx()
                     zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
@@ -182,12 +195,16 @@ class BackwardCtaSm90(BackwardKernel):
         while shared.has_tile(tile_idx):
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
+            if const_expr(c.features.dbias_of_keys):
+                work.row_sums.fill(0.0)
             if const_expr(c.features.grouped and not c.features.listed):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
                     tile = shared.reload_tile(c, a, tile_idx)
                     step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
             else:  # under a mask a tile's blocks are those of all its heads
                 step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
+            if const_expr(c.features.dbias_of_keys):
+                self._store_row_sums(work, shared.reload_tile(c, a, tile_idx))
             if const_expr(c.features.grouped):
                 self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
             piece = piece_number(step, tile_idx)
@@ -243,6 +260,8 @@ class BackwardCtaSm90(BackwardKernel):
             acc_dQ=cute.make_rmem_tensor(slices.dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rdS=rdS,
             rUnits=cute.make_rmem_tensor(2, Float32),
+            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.tiles_bias else None,
+            row_sums=cute.make_rmem_tensor(2, Float32),
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
         )
@@ -345,7 +364,7 @@ class BackwardCtaSm90(BackwardKernel):
         shared.rings.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Any, ...] = ()
-        reads_bias = self.config.features.bias and not self.config.bias_pitch
+        reads_bias = self.config.features.bias and not (self.config.bias_pitch or self.config.tiles_bias)
         if const_expr(reads_bias):
             # In the registers that dP would have.
             elements = (read_transposed(work.scores, self._place(work, tile_idx, nth, m_block)),)
@@ -354,6 +373,8 @@ class BackwardCtaSm90(BackwardKernel):
         if const_expr(self.config.bias_pitch):
             rows = shared.reload_tile(self.config, work.arguments, tile_idx).rows_of_bias(self.config, nth, m_block)
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
+        if const_expr(self.config.tiles_bias):
+            elements = (self._read_bias(work, step),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
         warpgroup.wait_group(0 if reads_bias else 1)  # the scores are there
@@ -388,14 +409,15 @@ class BackwardCtaSm90(BackwardKernel):
             lambda i: cute.local_tile(rW, (4,), (i,)),
             lambda i: self._stats(work, 1, stage, i),
             work.rdS,
+            work.row_sums if const_expr(self.config.features.dbias_of_keys) else None,
         )
-        if const_expr(self.config.features.dbias):
+        if const_expr(self.config.features.dbias and not self.config.tiles_dbias):
             tensors, cS = work.scores.tensors, work.scores.cS
             store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
-        # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
+        # From all mma warps: the last step's dS is there, and the one that was here before is read no more, nor by TMA.
         shared.rings.ds.wait_full(step - 1)
         sdS = shared.sdS[None, None, work.warpgroup, step & 1]
-        transposes = self.config.transposes_dQ
+        transposes = self.config.dS_by_queries
         write(work.rdS, work.mmas.S, transposed(sdS) if const_expr(transposes) else sdS, work.thread, transposes)
         warpgroup.wait_group(0)  # dV is there
         shared.rings.do.release(step)  # to warp 0
@@ -421,6 +443,17 @@ class BackwardCtaSm90(BackwardKernel):
         sK = work.shared.sK[None, None, work.warpgroup, work.shared.rings.k.stage(tile_idx)]
         sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
         read_a(work.mmas.S_registers, sK, work.rK, work.thread)
+
+    @cute.jit
+    def _read_bias(self, work: "_Work", step: Int32) -> Transposed:
+        """This thread's elements of a step's bias, which TMA has loaded."""
+        ring, sBias = work.shared.rings.bias, work.shared.sBiasTile
+        sBias = cute.local_tile(sBias, (64, 64, ring.stages), (0, work.warpgroup, 0))
+        ring.wait_full(step)  # from warp 0
+        read_c(work.mmas.S, transposed(sBias)[None, None, ring.stage(step)], work.rBias, work.thread)
+        ring.release(step)  # to warp 0
+        bias = rows_and_columns(work.rBias)
+        return Transposed(bias, range(cute.size(bias, mode=[1])))
 
     @cute.jit
     def _start_S(self, work: "_Work", tile_idx: Int32, stage: Int32) -> None:
@@ -451,9 +484,10 @@ class BackwardCtaSm90(BackwardKernel):
         if c.transposes_dQ:  # 64 columns of K, which are rows
             return transposed(cute.local_tile(shared.sK, (64, 64, warpgroups, c.k_stages), (0, w, 0, 0))), shared.sdS
         parts_a_row = c.tile_d // c.columns_dQ
-        sdS = cute.local_tile(shared.sdS, (64, 64, warpgroups, 2), (0, w // parts_a_row, 0, 0))
+        which = (w // parts_a_row, 0) if c.dS_by_queries else (0, w // parts_a_row)
+        sdS = cute.local_tile(shared.sdS, (64, 64, warpgroups, 2), (*which, 0, 0))
         sK = cute.local_tile(shared.sK, (64, c.columns_dQ, warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0))
-        return transposed(sdS), transposed(sK)
+        return sdS if c.dS_by_queries else transposed(sdS), transposed(sK)
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
@@ -508,6 +542,18 @@ class BackwardCtaSm90(BackwardKernel):
             write(rounded, mma, work.shared.out_tile(work.warpgroup, piece), work.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
         out.arrive(piece)  # to warp 1 or 2
+
+    @cute.jit
+    def _store_row_sums(self, work: "_Work", tile: KeyTile) -> None:
+        """Stores the sums of dS over the queries of a tile, one a key."""
+        coordinates, gSums = rows_and_columns(work.scores.cS), work.arguments.mdBiasOfKeys[tile.batch, tile.head, None]
+        for r in cutlass.range_constexpr(2):
+            row_sum = work.row_sums[r]
+            for j in cutlass.range_constexpr(2):
+                row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << j)
+            key = tile.first_key + 64 * work.warpgroup + coordinates[r, 0][0]
+            if work.thread % 4 == 0 and key < tile.k.length:
+                gSums[key] = row_sum
 
     @cute.jit
     def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:
@@ -583,6 +629,8 @@ class _Work:
     acc_dK: cute.Tensor
     acc_dQ: cute.Tensor
     rdS: cute.Tensor
+    rBias: cute.Tensor | None  # a step's bias, laid out as acc_S, if TMA has loaded it
+    row_sums: cute.Tensor  # of dS, over all queries so far, of the two keys that this thread has
     rUnits: cute.Tensor  # of the two rows of dQ that this thread has (``common.fixed_point``)
     rStats: cute.Tensor  # (four, group of sixteen queries): lse, then delta, of as many as there are registers for
     shared: Shared

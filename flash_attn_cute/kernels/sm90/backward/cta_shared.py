@@ -36,6 +36,7 @@ class Shared(WorkTileBroadcast):
     sdO: cute.Tensor
     sdS: cute.Tensor
     sOut: cute.Tensor  # dV or dK on its way out
+    sBiasTile: cute.Tensor | None  # of a bias that TMA loads
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor
     tile_fields: cute.Tensor
@@ -49,8 +50,10 @@ class Shared(WorkTileBroadcast):
         """Shared memory of a CTA, on the device."""
         rings = memory.rings(storage)
         tensors = ("sK", "sV", "sQ", "sdO", "sdS", "sOut", "stats", "tile_fields", "step_fields")
+        tiled = memory.tensors(storage, "sBiasTile") if config.tiles_bias else {"sBiasTile": None}
         return Shared(
             **memory.tensors(storage, *tensors),
+            **tiled,
             tiles=rings.tiles,
             rings=rings,
             sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),

@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared, opaque, store_from_shared
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, tiles_of_launch
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, rounds_a_tile, tiles_of_launch
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
@@ -147,6 +147,39 @@ class Transfers:
                     cute.copy(numbers, ws.mStats[2, head, block, None], shared.stats[None, 2, stage], mbar_ptr=full)
                 cute.copy(numbers, ws.mStats[i, head, block, None], shared.stats[None, i, stage], mbar_ptr=full)
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
+        if const_expr(c.tiles_bias):
+            ring, t = shared.rings.bias, tma.bias
+            ring.wait_empty(step)  # from the mma warps: this stage is released
+            with cute.arch.elect_one():
+                ring.announce(step)
+            gX = t.at(start, stop, head, tile.batch, tile.first_key // c.tile_n)
+            t.load(gX, shared.sBiasTile[None, None, ring.stage(step)], ring.full(step))
+
+    @cute.jit
+    def store_dS(self, a: BackwardArguments, tma: BackwardTiles, shared: Shared) -> None:
+        """Warp 3: dS of every step, as the gradient of a bias with an element for every score."""
+        c, t, ds = self.config, tma.dBias, shared.rings.ds
+        step, tile_idx = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            tile = shared.tile(c, a, tile_idx)
+            num_blocks = tile.blocks.num
+            for head in cutlass.range(rounds_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    ds.arrive(step)  # to the mma warps: dS of the step before has been read
+                    ds.wait_full(step)  # from the mma warps
+                    m_block, nth = tile.blocks.nth(i), head
+                    if const_expr(c.features.listed):
+                        m_block, nth, _ = shared.read_scores_step(step)
+                    for w in cutlass.range_constexpr(self.warpgroups):
+                        # Behind the last key and the last query, TMA stores nothing.
+                        start, column_tile = m_block * c.tile_m, tile.first_key // 64 + w
+                        g = t.at(start, start + c.tile_m, tile.head + nth, tile.batch, column_tile)
+                        t.store(shared.sdS[None, None, w, step & 1], g)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    step += 1
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
 
     @cute.jit
     def carry_out(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared, w: Int32) -> None:
