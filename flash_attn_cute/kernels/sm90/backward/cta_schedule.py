@@ -6,7 +6,7 @@ from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, 
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 _TILE_STAGES = 2
-_STEP_STAGES = 4  # Q of four steps later waits for mma warps, and they until this step's dQ has left shared memory
+_STEP_STAGES = 4  # Q of four steps later waits for mma warps, and they until this step's dQ and dS have been stored
 
 # The tensor cores are one warpgroup's while the other computes.
 _TIMELINE = """
