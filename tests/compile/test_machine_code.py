@@ -129,7 +129,9 @@ BACKWARD_CONFIGS = {
     "d64-packed-left": backward(64, left=True, packed=True, seqused_q=True, seqused_k=True, dlse=True),
     "d128-grouped": backward(128, right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
+    "d64-long": backward(64, keys=8192),
     "d128-long": backward(128, keys=8192),
+    "d128-long-grouped": backward(128, keys=8192, grouped=True, dlse=True),
     "d128-causal-unordered": backward(128, right=True),
     "d128-deterministic": backward(128, deterministic=True),
     "d256-float16": backward(256, dtype="float16"),
@@ -210,8 +212,9 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
     # A step; outside of the loop the last dQ.
     assert len(re.findall(r"\bHGMMA\b", sass)) == (2 * columns + 2 * queries + keys) + keys
-    # Six fences and five waits a step; two and one outside. A pipeline that was serialised shows many more.
-    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 11 + 3
+    # Six fences, or one more for the other half of dV, and five waits a step; two and one outside. A pipeline that was
+    # serialised shows many more.
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 11 + chosen.halves_dV + 3
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) != chosen.features.wide
     assert "UBLKRED.G.S.ADD.F32" in sass

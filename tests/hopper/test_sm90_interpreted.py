@@ -39,6 +39,12 @@ BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
+LONG_FULL: dict[str, dict[str, Any]] = {
+    "d64-halves-of-dV": {},
+    "d128-80-queries": {"head_dim": 128, "nheads": 4, "nheads_k": 1},  # two tiles share a key head's sums
+}
+
+
 def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
     torch.manual_seed(0)
     given: dict[str, Any] = {"packed": False, "nheads": 2, "head_dim": 64, "dtype": torch.bfloat16}
@@ -72,6 +78,13 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(config, "KEYS_IN_ORDER", 0)
     call = drawn([130], [200], bias=(1, 1), nheads=1, head_dim=128)
     backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", LONG_FULL.values(), ids=LONG_FULL)
+def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
+    call = drawn([170], [200], **options)
+    backward.check(call, backward.Interpreted(random.Random(0), capability=H100, as_long=True), through_lse=True)
 
 
 @pytest.mark.slow

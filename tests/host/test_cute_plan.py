@@ -176,7 +176,10 @@ def test_backward_sections(
         ({}, 8191, False, True, 64),
         ({}, 8192, False, True, 80),
         ({"deterministic": True}, 8192, True, False, 64),
-        ({"grouped": True}, 8192, False, True, 64),
+        ({"grouped": True}, 8191, False, True, 64),
+        ({"grouped": True}, 8192, False, True, 80),
+        ({"grouped": True, "deterministic": True}, 8192, True, False, 64),
+        ({"grouped": True, "right": True}, 8192, False, True, 64),
         ({"packed": True}, 8192, False, True, 64),
     ],
     ids=str,
@@ -188,6 +191,26 @@ def test_order_and_blocks_of_a_backward_pass(
     config = backward_config("bfloat16", 128, 128, Features(**options), keys=keys)
     assert isinstance(config, BackwardCtaConfig)
     assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == (deterministic, zeroes_sums, tile_m)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "halves_dV"),
+    [
+        ({}, 8192, True),
+        ({}, 8191, False),
+        ({"right": True}, 8192, False),
+        ({"grouped": True}, 8192, False),
+        ({"packed": True}, 8192, False),
+        ({"deterministic": True}, 8192, False),
+    ],
+    ids=str,
+)
+def test_halves_of_dV_in_a_backward_pass(options: dict[str, bool], keys: int, halves_dV: bool) -> None:
+    """Long full masks at d = 64 alone; at d = 128 none."""
+    config, wide = (backward_config("bfloat16", d, d, Features(**options), keys=keys) for d in (64, 128))
+    assert isinstance(config, BackwardCtaConfig)
+    assert isinstance(wide, BackwardCtaConfig)
+    assert (config.halves_dV, wide.halves_dV) == (halves_dV, False)
 
 
 @pytest.mark.parametrize("seqlen", [1, 64, 500, 2048, 4096, 8192, 16384, 32768, 131072])

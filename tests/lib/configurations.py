@@ -75,7 +75,8 @@ DESCRIBED: dict[str, Any] = {
         "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)
     ),
     "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
-    "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(), keys=LONG),
+    "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(grouped=True), keys=LONG),
+    "sm90-backward-halves-dV": sm90.backward_config("bfloat16", 64, 64, Features(), keys=LONG),
     "sm90-backward-fixed-point": sm90.backward_config(
         "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
     ),

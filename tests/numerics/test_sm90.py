@@ -337,10 +337,12 @@ def test_sums_in_no_order(head_dim: int, packed: bool, nheads_k: int, options: d
 
 @needs_kernels
 @pytest.mark.parametrize("queries", [1, 79, 80, 81, 1000])
+@pytest.mark.parametrize(("head_dim", "nheads", "nheads_k"), [(128, 2, 2), (128, 4, 1), (64, 2, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_blocks_of_80_queries(dtype: torch.dtype, queries: int) -> None:
-    """Full masks over many keys have them at d = 128. There are more tiles than CTAs."""
-    call = random_call([queries] * 2, [8200] * 2, nheads=2, head_dim=128, packed=False, dtype=dtype, device="cuda")
+def test_long_full_masks(dtype: torch.dtype, head_dim: int, nheads: int, nheads_k: int, queries: int) -> None:
+    """Blocks of 80 queries at d = 128, dV by halves of a block at d = 64. There are more tiles than CTAs."""
+    shape: dict[str, Any] = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
+    call = random_call([queries] * 2, [8200] * 2, **shape, packed=False, dtype=dtype, device="cuda")
     assert_matches_oracle(call, backend="sm90")
 
 

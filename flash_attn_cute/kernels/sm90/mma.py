@@ -29,12 +29,18 @@ def gemm(
     b: cute.Tensor,
     is_first: cutlass.Constexpr,
     is_last: cutlass.Constexpr = True,
+    part: cutlass.Constexpr = (0, 1),
 ) -> None:
-    """Adds a product to acc, or begins it. In flight on return: a group of its own, or up to the last one."""
+    """Adds a product to acc, or begins it. In flight on return: a group of its own, or up to the last one.
+
+    ``part``: (i, n) takes the i-th of n equal parts of the summed dimension.
+    """
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not is_first)
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    nth, parts = part
+    size = cute.size(a, mode=[2]) // parts
+    for k in cutlass.range_constexpr(nth * size, (nth + 1) * size):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         if const_expr(k == 0 and is_first):
             atom.set(warpgroup.Field.ACCUMULATE, True)

@@ -337,6 +337,7 @@ def compute_P(
     elements: cutlass.Constexpr = (),
     words: cute.Tensor | None = None,
     seen: cute.Tensor | None = None,
+    half_done: cutlass.Constexpr = None,
 ) -> None:
     """Computes P = exp2(S - lse), masked and rounded, from a block of scores.
 
@@ -349,6 +350,7 @@ def compute_P(
         elements: of a bias, ``Transposed``, or what reads it when those before it are not needed any more.
         words: bits of the visible scores, under a mask.
         seen: intervals of queries that keys see, if they have any (``load_row_interval``).
+        half_done: called, if given, when P of the first half of the queries is complete.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     scales, nothing = scores.scales, hidden(scores.scales.log2)
@@ -372,6 +374,8 @@ def compute_P(
         mask_outside_interval(acc_S, scores.cS, seen, place().first_column, config.tile_m, nothing)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
+        if const_expr(half_done is not None and 2 * i == cute.size(acc_S)):
+            half_done()
         four = lse(i // 8)
         for j in cutlass.range_constexpr(0, 8, 2):
             x, y = acc_S[i + j], acc_S[i + j + 1]

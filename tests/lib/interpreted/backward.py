@@ -14,7 +14,7 @@ from flash_attn_cute.spec import AttentionSpec
 from lab import interpreter
 from tests.lib import oracle
 from tests.lib.checks import assert_close, gradients, poisoned_dout
-from tests.lib.configurations import paired
+from tests.lib.configurations import LONG, paired
 from tests.lib.interpreted.common import B200, Executed, architecture_of, as_given
 from tests.lib.oracle import Call
 
@@ -32,15 +32,19 @@ class Interpreted(CuteBackend):
         lagging: interpreter.Lagging | None = None,
         *,
         by_pairs: bool = False,
+        as_long: bool = False,
         capability: tuple[int, int] = B200,
         deterministic: bool = False,
     ):
-        """``by_pairs``: with the kernel of long sequences, of any length."""
+        """Either kernel serves any length: that of ``LONG`` keys (``as_long``), or that of pairs (``by_pairs``)."""
         architecture = architecture_of(capability)
-        if by_pairs:
-            backward = architecture.passes["backward"]
-            configured = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))
-            architecture = architecture._replace(passes=architecture.passes | {"backward": configured})
+        backward = architecture.passes["backward"]
+        configure = backward.configure
+        if as_long:
+            backward = backward._replace(configure=lambda *given, **more: configure(*given, **more | {"keys": LONG}))
+        elif by_pairs:
+            backward = backward._replace(configure=lambda *given, **more: paired(configure(*given, **more)))
+        architecture = architecture._replace(passes=architecture.passes | {"backward": backward})
         super().__init__(architecture)
         self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self.deterministic = deterministic

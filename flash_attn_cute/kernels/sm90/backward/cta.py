@@ -393,13 +393,14 @@ class BackwardCtaSm90(BackwardKernel):
             elements,
             words,
             seen,
+            partial(self._start_dV, work, stage, (0, 2)) if const_expr(self.config.halves_dV) else None,
         )
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.release(step)  # to warp 3
         if const_expr(reads_bias):
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         self._read_stats(work, 1, stage)
-        gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
+        self._start_dV(work, stage, (1, 2) if const_expr(self.config.halves_dV) else (0, 1))
         warpgroup.wait_group(1)  # dP is there
         if is_last:
             shared.rings.v.release(tile_idx)  # to warp 0
@@ -468,6 +469,13 @@ class BackwardCtaSm90(BackwardKernel):
             mma.set(warpgroup.Field.ACCUMULATE, k > 0)
             cute.gemm(mma, acc, operand[None, None, k], tSrQ[None, None, k], acc)
         warpgroup.commit_group()
+
+    @cute.jit
+    def _start_dV(self, work: "_Work", stage: Int32, part: cutlass.Constexpr) -> None:
+        """Issues dV += P' dO over a part of the block's queries (``gemm``); the last part ends the group."""
+        nth, parts = part
+        rP, tVrdO = as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage]
+        gemm(work.mmas.dV, work.acc_dV, rP, tVrdO, False, nth == parts - 1, part)
 
     @cute.jit
     def _start_dQ(self, work: "_Work", step: Int32, tile_idx: Int32) -> None:

@@ -117,10 +117,11 @@ def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str) -> tuple[Step, .
         Step(
             "mma",
             "S(t) complete" + (", bias.full" if copies else ""),
-            "P(t)' = exp2(S(t)' - lse), in registers",
+            "P(t)' = exp2(S(t)' - lse), in registers"
+            + ("; half-way issues dV of the first half of the queries" if c.halves_dV else ""),
             "bias.empty" if copies else "",
         ),
-        Step("mma", "", "issues dV += P(t)' dO(t)"),
+        Step("mma", "", "issues dV += P(t)' dO(t)" + (" of the second half" if c.halves_dV else "")),
         Step("mma", "dP(t) complete", "once a tile, in its last step: releases V", "v.empty"),
         Step("mma", "", "dS(t)' = P(t)' (dP(t)' - delta), into registers"),
         Step("mma", "ds.full of step t-1", "writes dS(t) to shared memory"),
