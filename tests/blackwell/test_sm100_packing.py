@@ -38,7 +38,7 @@ def test_packed_anywhere(name: str) -> None:
     """Both passes, of documents behind others that have lengths of their own."""
     case, lengths = CASES[name]
     documents = drawn(case, lengths)
-    assert differing(documents, packing(documents), B200, deterministic=True, **case.options) == set()
+    assert differing(documents, [packing(documents)], B200, deterministic=True, **case.options) == set()
 
 
 @pytest.mark.slow
@@ -49,15 +49,15 @@ def test_invariant_alone(name: str) -> None:
     documents = drawn(case, lengths)
     sink = torch.randn(case.heads[0]) if case.sink else None
     layout, heard = batch(documents, random.Random(0)), 0 if case.sink else None
-    assert differing(documents, layout, B200, sink, heard, **case.options) == set()
+    assert differing(documents, [layout], B200, sink, heard, **case.options) == set()
 
 
 @pytest.mark.slow
 def test_entries_of_a_dense_causal_batch() -> None:
     """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""
     documents = drawn(Case((1, 1), (64, 64), {}), [300]) * 2
-    assert differing(documents, batch(documents), B200, **CAUSAL) == set()
-    found = differing(documents, batch(documents), B200, deterministic=True, **CAUSAL)
+    assert differing(documents, [batch(documents)], B200, **CAUSAL) == set()
+    found = differing(documents, [batch(documents)], B200, deterministic=True, **CAUSAL)
     assert found
     assert found <= {"dq", "dk", "dv"}
 
@@ -66,8 +66,8 @@ def test_entries_of_a_dense_causal_batch() -> None:
 def test_a_short_document_beside_a_long_one() -> None:
     """If invariant kernels of pairs of CTAs, which have other blocks, do not come with a long neighbour."""
     documents = drawn(Case((1, 1), (256, 256), {}), [70, 500])
-    assert differing(documents, packing(documents), B200) == set()
-    assert {"out", "lse"} & differing(documents, packing(documents), B200, deterministic=True)
+    assert differing(documents, [packing(documents)], B200) == set()
+    assert {"out", "lse"} & differing(documents, [packing(documents)], B200, deterministic=True)
 
 
 @pytest.mark.slow

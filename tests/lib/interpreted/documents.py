@@ -69,7 +69,7 @@ def interpreted(capability: tuple[int, int], seed: int = 0) -> Iterator[None]:
 
 def differing(
     documents: list[Document],
-    layout: Layout,
+    layouts: list[Layout],
     capability: tuple[int, int],
     sink: Tensor | None = None,
     heard: int | None = None,
@@ -77,12 +77,15 @@ def differing(
 ) -> set[str]:
     """Results of which some document has other bits in a layout than packed alone; ``heard`` as in ``results``."""
     found = set()
+    options |= {"backend": "interpreted"}
     with interpreted(capability):
-        together = results(layout, documents, sink, heard=heard, backend="interpreted", **options)
+        together = [results(layout, documents, sink, heard=heard, **options) for layout in layouts]
+        alone: dict[int, dict[str, Tensor]] = {}  # by identity: a document may be there several times
         for number, one in enumerate(documents):
             if heard in (None, number):
-                alone = results(
-                    packing([one]), [one], sink, heard=None if heard is None else 0, backend="interpreted", **options
-                )[0]
-                found |= {name for name, x in alone.items() if not bitwise_equal(x, together[number][name])}
+                if id(one) not in alone:
+                    of_one = None if heard is None else 0
+                    (alone[id(one)],) = results(packing([one]), [one], sink, heard=of_one, **options)
+                for name, x in alone[id(one)].items():
+                    found |= {name for each in together if not bitwise_equal(x, each[number][name])}
     return found
