@@ -8,8 +8,9 @@ from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs
 
 # Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
 _OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
-_PRODUCER, _STORING, _MMA = (_OF_CTA[name][0] for name in ("producer", "storing", "mma"))
+_PRODUCER, _STORING, _FILLING, _MMA = (_OF_CTA[name][0] for name in ("producer", "storing", "filling", "mma"))
 _GRADIENTS, _SUMS = (_OF_CLUSTER[name][0] for name in ("gradients", "sums"))
+_SIGNALS_LAG = frozenset(_OF_CTA["filling"])
 _SECOND_LAGS = frozenset(_OF_CTA["mma"][4:])  # the second warpgroup
 _LAST_LAGS = frozenset(_OF_CLUSTER["gradients"][-1:])
 _SCORES_LAG, _SUMS_LAG = (frozenset(_OF_CLUSTER[name]) for name in ("scores", "sums"))
@@ -68,6 +69,19 @@ HOPPER_BACKWARD: Bugs = {
             "turns",
             STORES_LAG,
         ),
+        Bug(
+            "a turn is passed on before the storing warp has said so",
+            waits(_FILLING, "added_1.full").left_out(),
+            "turns",
+            STORES_LAG,
+        ),
+        Bug(
+            "a block to signal is written over one that is not signalled",
+            waits(_STORING, "added_1.empty", 2).left_out(),
+            "many",
+            _SIGNALS_LAG,
+        ),
+        Bug("a tile is signalled before it is there", waits(_FILLING, "tiles.full").left_out(), "turns", LOADS_LAG),
     ),
     "missing fence": (
         Bug(

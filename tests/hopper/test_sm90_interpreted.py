@@ -113,6 +113,20 @@ def test_sums_in_fixed_point(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lagging", [{3}, {1}, {1, 2}], ids=["signals", "a-store", "stores"])
+def test_turns(lagging: set[int]) -> None:
+    """Ordered additions have the same bits whichever warp lags: one that signals them, or one that makes them."""
+    call = drawn([300], [400], nheads=1, causal=True)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(1)  # of dO
+        lags = frozenset(lagging) if seed else None
+        backend = backward.Interpreted(random.Random(seed), capability=H100, deterministic=True, lagging=lags)
+        found.append(backward.check(call, backend))
+    assert all(bitwise_equal(found[1][name], x) for name, x in found[0].items())
+
+
+@pytest.mark.slow
 def test_gradient_of_a_bias() -> None:
     """Its own kernel, which sums over heads, here those of a group."""
     call = drawn([130], [200], bias=(1,), nheads_k=1)

@@ -265,6 +265,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         TABLES["Hopper backward"],
         {
             "steps": lambda: plain([300], [100]),  # more blocks of queries than stages
+            "many": lambda: of_d128([330], [100]),  # more than additions that wait to be signalled
             "turns": lambda: plain([130], [300]),
         },
         "BackwardCtaSm90",

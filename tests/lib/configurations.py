@@ -77,6 +77,7 @@ DESCRIBED: dict[str, Any] = {
     "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
     "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(grouped=True), keys=LONG),
     "sm90-backward-halves-dV": sm90.backward_config("bfloat16", 64, 64, Features(), keys=LONG),
+    "sm90-backward-ordered": sm90.backward_config("bfloat16", 128, 128, Features(right=True, deterministic=True)),
     "sm90-backward-fixed-point": sm90.backward_config(
         "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
     ),

@@ -284,6 +284,11 @@ class BackwardCtaConfig(BackwardConfig):
         return not self.features.deterministic and not self.features.listed
 
     @property
+    def signals_apart(self) -> bool:
+        """Whether warp 3 signals ordered additions of storing warps: with a bias or under a mask it has more to do."""
+        return self.in_order and not (self.features.bias or self.features.listed)
+
+    @property
     def num_mma_warpgroups(self) -> int:
         """Mma warpgroups, 64 keys each; one more is the producer's."""
         return self.tile_n // 64

@@ -17,10 +17,12 @@ So the first step of a tile computes the last dQ of the tile before. Where there
 with its own last dQ instead.
 
 dQ is added to the workspace by TMA. Ordered additions follow semaphores; the first contributor stores instead of
-adding. Unordered ones are added to zeros: those of warp 3, for which storing warps wait at the beginning of a tile, or
-under masks those of the preprocessing kernel. In fixed point (``common.fixed_point``) all are added to these zeros:
-integers as they come, float32 numbers of heads with outliers in turns. When no tile is left, mma warps round dQ
-(``common.dq_rounding``). lse and delta of a query behind its sequence are such that it has no weight.
+adding. Storing warps wait for their turns, and warp 3 signals what they have added, as a release takes longer than they
+have time for. Every wait ends all the same: ``Transfers.signal_added`` says why. Unordered ones are added to zeros:
+those of warp 3, for which storing warps wait at the beginning of a tile, or under masks those of the preprocessing
+kernel. In fixed point (``common.fixed_point``) all are added to these zeros: integers as they come, float32 numbers of
+heads with outliers in turns. When no tile is left, mma warps round dQ (``common.dq_rounding``). lse and delta of a
+query behind its sequence are such that it has no weight.
 
 A bias comes through shared memory: by TMA, where its rows allow that, else copied by warp 3. A strided one, or one in
 float32 at d = 128, for which there is no room, threads read from global memory behind the start of S', into the
@@ -169,7 +171,9 @@ class BackwardCtaSm90(BackwardKernel):
                     self.transfers.load_bias(a, shared)
                 elif const_expr(c.tiles_dbias):
                     self.transfers.store_dS(a, tma, shared)
-                if const_expr(c.features.may_mask_keys):
+                if const_expr(c.signals_apart):
+                    self.transfers.signal_added(a, ws, shared, mdK, mdV)
+                elif const_expr(c.features.may_mask_keys):
                     index, _, _ = cute.arch.block_idx()
                     zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:

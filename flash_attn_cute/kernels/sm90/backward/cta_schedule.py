@@ -6,7 +6,10 @@ from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, 
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 _TILE_STAGES = 2
+_ADDED_STAGES = 4  # additions of a storing warp that are not signalled yet
 _STEP_STAGES = 4  # Q of four steps later waits for mma warps, and they until this step's dQ and dS have been stored
+
+_SIDES = ("full", "empty")
 
 # The tensor cores are one warpgroup's while the other computes.
 _TIMELINE = """
@@ -27,19 +30,22 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
         "copies the bias": copies,
         "stores dS": tiles_dbias,
         "zeroes sums of dQ": c.zeroes_sums,
+        "signals additions to dQ": c.signals_apart,
         "writes zeros to dV and dK of fully masked keys": c.features.may_mask_keys,
     }
     does = "; ".join(what for what, is_done in fills.items() if is_done) or "idle"
     filling = Role("filling", range(1 + warpgroups, 4), loading, does)
     mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, "64 keys a warpgroup: P, dS, all products; rounds dQ")
     filled, done = (producer.once(),), (mma.per_warp(),)
-    all_done = (mma.per_warp(), storing.per_warp(), *((filling.per_warp(),) if copies or tiles_dbias else ()))
+    reads_tiles = copies or tiles_dbias or c.signals_apart
+    all_done = (mma.per_warp(), storing.per_warp(), *((filling.per_warp(),) if reads_tiles else ()))
     wrote_dS = (*done, filling.per_warp()) if tiles_dbias else done
     keys, queries = 2 * c.tile_n * c.tile_d, 2 * c.tile_m * c.tile_d
     of_q = "Q and lse of a step" + (", units of dQ" if c.fixed_point else "")
     bias_stages = c.bias_stages if copies or c.tiles_bias else 0
     bias: tuple[Any, ...] = (filled, done, 2 * c.tile_m * c.tile_n) if c.tiles_bias else ((filling.per_thread(),), done)
-    outs = tuple(f"out_{w}" for w in range(1, 1 + warpgroups))
+    outs, added = (tuple(f"{name}_{w}" for w in range(1, 1 + warpgroups)) for name in ("out", "added"))
+    added_stages = _ADDED_STAGES if c.signals_apart else 0
     return Schedule(
         kernel="kernels/sm90/backward/cta.py:BackwardCtaSm90",
         work=f"{c.tile_n} keys, over blocks of {c.tile_m} queries: one tile after the other",
@@ -58,14 +64,18 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
             ),
             Pipeline("bias", bias_stages, "bias of a step", *bias),
             Pipeline("steps", _STEP_STAGES, "a step's fields", filled, ()),
+            *(
+                Pipeline(name, added_stages, "a block that is added to", (storing.once(),), (filling.once(),))
+                for name in added
+            ),
         ),
-        shared=_buffers(c, bias_stages),
-        steps=_steps(c, ", ".join(f"{out}.full" for out in outs), ", ".join(f"{out}.empty" for out in outs)),
+        shared=_buffers(c, bias_stages, added_stages),
+        steps=_steps(c, *(", ".join(f"{x}.{side}" for x in rings) for rings in (outs, added) for side in _SIDES)),
         timeline=_TIMELINE,
     )
 
 
-def _buffers(c: BackwardCtaConfig, bias_stages: int) -> tuple[Buffer, ...]:
+def _buffers(c: BackwardCtaConfig, bias_stages: int, added_stages: int) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
     warpgroups = c.num_mma_warpgroups
     copied_stages = 0 if c.tiles_bias else bias_stages
@@ -74,6 +84,7 @@ def _buffers(c: BackwardCtaConfig, bias_stages: int) -> tuple[Buffer, ...]:
     return (
         Buffer("tile_fields", (KEY_TILE_FIELDS, _TILE_STAGES), "field, tile stage", "int32"),
         Buffer("step_fields", (5 if c.features.listed else 2, _STEP_STAGES), "field, step", "int32"),
+        Buffer("added_blocks", (warpgroups, added_stages), "warpgroup, added stage", "int32"),
         Buffer("sBias", (c.bias_pitch, c.bias_rows, copied_stages), "byte, row, bias stage", "uint8", align=16),
         Buffer("stats", (c.tile_m, c.numbers_a_query, c.stages), "query, number, stage", "float32", align=128),
         # No swizzled atom of K may hold columns of two parts of dQ.
@@ -87,7 +98,7 @@ def _buffers(c: BackwardCtaConfig, bias_stages: int) -> tuple[Buffer, ...]:
     )
 
 
-def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str) -> tuple[Step, ...]:
+def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str, added_full: str, added_empty: str) -> tuple[Step, ...]:
     """Steps of all roles; t counts the blocks of all tiles of the CTA."""
     copies, one_k = c.bias_pitch > 0, c.k_stages == 1
     dQ, product_dQ = ("dQ(t-1)'", "K' dS(t-1)'") if c.transposes_dQ else ("dQ(t-1)", "dS(t-1) K")
@@ -100,6 +111,11 @@ def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str) -> tuple[Step, .
         Step("filling", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
         Step("filling", "dS(t-1) read", "dS(t+1) may take its place", "ds.full"),
         Step("filling", "ds.full", "stores dS(t) as the gradient of the bias"),
+    )
+    of_signals = (
+        Step("storing", added_empty, "dQ(t-1) is added: says to which block", added_full),
+        Step("filling", "tiles.full", "once a tile: reads its number of steps, and releases its fields", "tiles.empty"),
+        Step("filling", added_full, "signals at the blocks that dQ(t-1) is added to", added_empty),
     )
     return (
         Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
@@ -144,4 +160,5 @@ def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str) -> tuple[Step, .
         Step("storing", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
         Step("storing", "steps.full", "reads which block of dQ a step adds to, and its turn"),
         Step("storing", out_full, f"{waits} dQ(t-1) to the workspace; once a tile: stores dV and dK", out_empty),
+        *(of_signals if c.signals_apart else ()),
     )

@@ -44,12 +44,14 @@ class Shared(WorkTileBroadcast):
     tiles: Ring
     rings: Any  # those of the schedule, by name
     bias: SharedBias
+    added_blocks: cute.Tensor | None = None  # (warpgroup, stage): blocks to signal, which a storing warp has added to
 
     @staticmethod
     def of(config: BackwardCtaConfig, a: BackwardArguments, memory: SharedMemory, storage: Any) -> "Shared":
         """Shared memory of a CTA, on the device."""
         rings = memory.rings(storage)
         tensors = ("sK", "sV", "sQ", "sdO", "sdS", "sOut", "stats", "tile_fields", "step_fields")
+        tensors += ("added_blocks",) if config.signals_apart else ()
         tiled = memory.tensors(storage, "sBiasTile") if config.tiles_bias else {"sBiasTile": None}
         return Shared(
             **memory.tensors(storage, *tensors),
@@ -64,6 +66,11 @@ class Shared(WorkTileBroadcast):
         """Ring that guards a warpgroup's part of sOut: ``out_1``, or the one behind it."""
         stages = self.rings.out_1.stages
         return Ring(self.rings.out_1.barriers + 2 * stages * warpgroup, stages)
+
+    def added(self, warpgroup: Int32 | int) -> Ring:
+        """Ring of a storing warp's additions that warp 3 has to signal: ``added_1``, or the one behind it."""
+        stages = self.rings.added_1.stages
+        return Ring(self.rings.added_1.barriers + 2 * stages * warpgroup, stages)
 
     def out_tile(self, warpgroup: Int32, piece: Int32) -> cute.Tensor:
         """Place in sOut of dV or dK that a warpgroup puts out as a piece of that number."""

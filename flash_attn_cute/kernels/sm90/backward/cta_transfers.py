@@ -12,7 +12,15 @@ from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared, opaque, store_from_shared
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, rounds_a_tile, tiles_of_launch
+from flash_attn_cute.kernels.common.key_tiles import (
+    KeyTile,
+    heads_a_tile,
+    key_tile,
+    num_key_tiles,
+    rounds_a_tile,
+    tiles_of_launch,
+    zero_fully_masked_keys,
+)
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
@@ -34,7 +42,7 @@ class _Blocks(NamedTuple):
 
 
 class Transfers:
-    """Roles of warpgroup 0: producer, bias loader, and the two warps that store and add results."""
+    """Roles of warpgroup 0: producer, the two warps that store and add results, and warp 3, which does the rest."""
 
     def __init__(self, config: BackwardCtaConfig):
         self.config = config
@@ -333,9 +341,61 @@ class Transfers:
         out.release(piece)  # to warpgroup w
         if const_expr(not self.config.zeroes_sums):
             cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
-            with cute.arch.elect_one():
-                semaphores.signal(semaphore)
+            if const_expr(self.config.signals_apart):
+                added = shared.added(w)
+                added.wait_empty(step)  # from warp 3
+                with cute.arch.elect_one():
+                    shared.added_blocks[w, added.stage(step)] = block
+                    cute.arch.mbarrier_arrive(added.full(step))  # to warp 3
+            else:
+                with cute.arch.elect_one():
+                    semaphores.signal(semaphore)
         return come
+
+    @cute.jit
+    def signal_added(
+        self, a: BackwardArguments, ws: Workspace, shared: Shared, mdK: cute.Tensor, mdV: cute.Tensor
+    ) -> None:
+        """Warp 3: signals what the storing warps have added in order, and writes zeros to fully masked keys.
+
+        Zeros of all tiles at once would keep the first signals back. So there is one tile's for each that is signalled.
+
+        The proof in ``dq_order.turns`` holds: where all lower tickets are signalled, the lowest one left is, too. Both
+        storing warps have their turns then. This warp takes one step of each after the other. So the one that is behind
+        finds room in its ring, and the other one is at most a ring's stages ahead when it waits. The warpgroup of the
+        one behind needs of the other warpgroup's dS only that of steps which that one has put out. So both go on.
+        Steps of a tile need no signal of a later tile, and a tile's fields are released before its first signal.
+
+        The acquire of an mbarrier's phase, and the release of the signal behind it, order all that a storing warp has
+        added ahead of what the next turn adds.
+        """
+        c, step, tile_idx = self.config, Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to warp 0
+            for _ in cutlass.range(num_steps, unroll=1):
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    added = shared.added(w)
+                    added.wait_full(step)  # from warp 1 or 2
+                    with cute.arch.elect_one():
+                        block = shared.added_blocks[w, added.stage(step)]
+                        cute.arch.mbarrier_arrive(added.empty(step))  # to warp 1 or 2
+                        semaphores.signal(semaphores.at(ws.mSemaphoresQ, w, 0, block))
+                step += 1
+            self._zero_keys(a, ws, mdK, mdV, tile_idx, num_key_tiles(c, a))
+            tile_idx += 1
+        self._zero_keys(a, ws, mdK, mdV, tile_idx, cute.arch.grid_dim()[0])
+
+    @cute.jit
+    def _zero_keys(
+        self, a: BackwardArguments, ws: Workspace, mdK: cute.Tensor, mdV: cute.Tensor, nth: Int32, step: Int32
+    ) -> None:
+        """Zeros of this CTA's share of fully masked keys: of its nth tile, and of every ``step``-th one behind it."""
+        if const_expr(self.config.features.may_mask_keys):
+            index, _, _ = cute.arch.block_idx()
+            # Opaque, or the compiler keeps both in registers, where there are few.
+            index += opaque(nth) * opaque(cute.arch.grid_dim()[0])
+            zero_fully_masked_keys(self.config, a, ws, mdK, mdV, index, step)
 
     @cute.jit
     def _wait_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
