@@ -50,6 +50,7 @@ class BackwardSizes:
     ctas_a_tile: ClassVar[int]
     ctas_an_sm: ClassVar[int] = 1  # that are there at a time
     fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
+    permutes_rows: ClassVar[bool] = False  # of lse and delta, as ``sm90.backward.workspace.permuted`` does
     stores_dS: ClassVar[bool] = False  # the main kernel stores dS in place of adding dQ (``common.ds_cells``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
     persistent: ClassVar[bool] = True  # whether a CTA, or a cluster, takes one tile after the other

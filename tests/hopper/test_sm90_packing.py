@@ -30,6 +30,18 @@ def test_packed_anywhere(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dims", "heard"), [((64, 64), 0), ((64, 64), 2), ((192, 128), None)])
+def test_documents_without_queries_or_keys(dims: tuple[int, int], heard: int | None) -> None:
+    """What no score adds to is the zero that it is alone, and rows of a sink are added in the order of rows."""
+    case = Case((3, 3), dims, {"softmax_scale": -0.2}, sink=True, dlse=True)
+    torch.manual_seed(0)
+    pairs = [(0, 64), (10, 70), (64, 0)]
+    documents = [document(random.Random(0), case, "cpu", torch.bfloat16, pair) for pair in pairs]
+    layout, sink = packing(documents, random.Random(1)), None if heard is None else torch.randn(3)
+    assert differing(documents, [layout], H100, sink, heard, **case.options) == set()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128])
 def test_entries_of_a_dense_causal_batch(d: int) -> None:
     """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""

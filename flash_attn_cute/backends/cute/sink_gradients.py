@@ -31,14 +31,16 @@ def sink_gradient(
     weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
     weights.mul_(delta)
     if not spec.packing_invariant:
-        return weights.sum(1).neg_().to(sink.dtype)
+        return _minus(weights.sum(1)).to(sink.dtype)
+    if planned.config.permutes_rows:  # of sixteen: pairs of both groups of eight in turn
+        weights = weights.view(len(weights), -1, 4, 2, 2).transpose(2, 3).flatten(1)
     offsets = inputs.cu_seqlens_q
     if offsets is None:
         batch, seqlen = inputs.q.shape[:2]
         first = _first_rows(batch, -(-seqlen // tile_m) * tile_m, sink.device)
     else:  # as ``kernels.common.lengths.packed_block`` has it
         first = offsets[:-1] // tile_m * tile_m + _first_rows(num_sequences(inputs), tile_m, sink.device)
-    return sum_by_documents(weights, first).neg_().to(sink.dtype)
+    return _minus(sum_by_documents(weights, first)).to(sink.dtype)
 
 
 def sink_gradient_without_keys(
@@ -54,6 +56,11 @@ def sink_gradient_without_keys(
     batch, seqlen = inputs.q.shape[:2]
     first = _first_rows(batch, seqlen, sink.device) if offsets is None else offsets[:-1]
     return sum_by_documents(by_head, first).to(sink.dtype)
+
+
+def _minus(x: Tensor) -> Tensor:
+    """-x, where a zero is not negative: a document that sees nothing has the bits that it has alone."""
+    return torch.zeros_like(x).sub_(x)
 
 
 def _first_rows(num: int, rows: int, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.assembly import fma, pack
 
 
 def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
@@ -36,16 +36,21 @@ def numbers_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
     return cute.make_tensor(x.iterator, layout)
 
 
+def scaled(x: Float32, scale: Float32) -> Float32:
+    """A number times a scale. No zero is negative: what no score adds to has the bits of memory that is zeroed."""
+    return fma(x, scale, Float32(0.0))
+
+
 def rounded(numbers: list[Float32] | cute.Tensor, scale: Float32, dtype: type) -> cute.Tensor:
     """Eight numbers times a scale as a type has them, in registers of 32 bits: two in each, or, of float32, one."""
     if dtype is Float32:
-        scaled = cute.make_rmem_tensor(8, Float32)
+        found = cute.make_rmem_tensor(8, Float32)
         for i in range(8):
-            scaled[i] = numbers[i] * scale
-        return cute.recast_tensor(scaled, Int32)
+            found[i] = scaled(numbers[i], scale)
+        return cute.recast_tensor(found, Int32)
     words = cute.make_rmem_tensor(4, Int32)
     for i in range(4):
-        words[i] = pack(numbers[2 * i] * scale, numbers[2 * i + 1] * scale, dtype)
+        words[i] = pack(scaled(numbers[2 * i], scale), scaled(numbers[2 * i + 1], scale), dtype)
     return words
 
 

@@ -239,6 +239,7 @@ class BackwardConfig(Sm90Config, BackwardSizes):
 
     pass_name: ClassVar[PassName] = "backward"
     tile_n: ClassVar[int] = 128  # keys a tile
+    permutes_rows: ClassVar[bool] = True
 
     tile_m: int  # queries a block
 

@@ -57,7 +57,7 @@ from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, rounds_a_tile, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.rows import rows_first, store_columns
+from flash_attn_cute.kernels.common.rows import rows_first, scaled, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -303,7 +303,7 @@ class BackwardCtaSm100(BackwardKernel):
             numbers = tensor_memory.load(address + column, COLUMNS)
             acc = cute.make_rmem_tensor(COLUMNS, Float32)
             for j in cutlass.range_constexpr(COLUMNS):
-                acc[j] = numbers[j] * scale
+                acc[j] = scaled(numbers[j], scale)
             if const_expr(c.features.grouped):
                 # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
                 block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]

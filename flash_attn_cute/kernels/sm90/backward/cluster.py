@@ -43,7 +43,7 @@ from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.key_lists import entry_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles
 from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
-from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.rows import rows_first, scaled, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
@@ -321,7 +321,7 @@ class BackwardClusterSm90(BackwardKernel):
             self._add(work, tile, [acc_dK], 0, thread, _BARRIER_DK)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
-                acc_dK[i] = acc_dK[i] * a.numbers.softmax_scale
+                acc_dK[i] = scaled(acc_dK[i], a.numbers.softmax_scale)
             # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
             self._store(shared, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, thread, _BARRIER_DK)
 

@@ -22,7 +22,7 @@ from flash_attn_cute.kernels.common.ds_cells import TileHeads
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_lists import num_adding_of
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
-from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.rows import rows_first, scaled
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tiles import ask_for_tile, take_tile, tile_taken
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
@@ -228,7 +228,7 @@ class GradientQSm90:
     ) -> None:
         """Scales dQ and stores it."""
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * a.numbers.softmax_scale
+            acc[i] = scaled(acc[i], a.numbers.softmax_scale)
         if const_expr(self.config.features.wide):
             store_rows(acc, mdQ[None, None, tile.head, tile.batch], tile.first_query, a.mQ.shape[1], thread)
         else:
