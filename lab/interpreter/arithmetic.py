@@ -118,8 +118,8 @@ def _move(s: Statement) -> Effect:
         lower = s.compute([low, s.operands[1]], [s.kind], lambda x: x.astype(half), "low")
         return lower + s.compute([high, s.operands[1]], [s.kind], lambda x: (x >> bits).astype(half), "high")
     if s.operands[1].marks == "{":
-        joined = [s.operands[0], *vector(s.operands[1])]
-        return s.compute(joined, ["b32"] * 2, lambda a, b: b.astype(np.uint64) << np.uint64(32) | a, "joined")
+        joined, bits, whole = [s.operands[0], *vector(s.operands[1])], int(s.kind[1:]) // 2, TYPES[s.kind]
+        return s.compute(joined, [f"b{bits}"] * 2, lambda low, high: high.astype(whole) << whole(bits) | low, "joined")
     return s.compute(s.operands, [s.kind], lambda x: x)
 
 

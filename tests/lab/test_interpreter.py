@@ -8,6 +8,7 @@ import torch
 
 from lab import interpreter
 from lab.interpreter.host import Memory
+from lab.interpreter.state import Array
 
 HEAD = """.version 9.0
 .target sm_100a
@@ -18,6 +19,7 @@ HEAD = """.version 9.0
 .maxnreg 128
 {
 .reg .pred %p<4>;
+.reg .b16 %rs<4>;
 .reg .b32 %r<16>;
 .reg .b64 %rd<4>;
 mov.u32 %r1, %tid.x;
@@ -27,11 +29,12 @@ setp.ge.u32 %p1, %r1, 32;
 """
 
 
-def run(first: str, second: str, seed: int) -> None:
-    """Two warps, each with code of its own."""
+def run(first: str, second: str, seed: int, memory: Array | None = None) -> None:
+    """Two warps, each with code of its own; ``memory``: global memory, bytes."""
+    memory = np.zeros(1024, np.uint8) if memory is None else memory
     program = interpreter.Program(f"{HEAD}{first}\nret;\nSECOND:\n{second}\nret;\n}}\n")
     launch = interpreter.Launch([interpreter.address_of(0).to_bytes(8, "little")], (1, 1, 1), (64, 1, 1))
-    interpreter.run(program, launch, np.zeros(1024, np.uint8), random.Random(seed))
+    interpreter.run(program, launch, memory, random.Random(seed))
 
 
 def registers(direction: str, count: int) -> str:
@@ -59,6 +62,19 @@ def test_what_is_written_between_tensors() -> None:
     memory.bytes[memory.tensors[0].stop] = 0
     with pytest.raises(interpreter.FaultError, match="1 bytes are written that belong to no tensor"):
         memory.read()
+
+
+def test_halves_that_a_move_joins() -> None:
+    """Two registers of 16 bits become one of 32, and two of 32 bits one of 64, the first one's bits as the lower."""
+    words = np.random.default_rng(0).integers(1 << 32, size=256, dtype=np.uint32)
+    memory = words.view(np.uint8).copy()
+    place = "ld.param.b64 %rd1, [kernel_param_0];\nmul.wide.u32 %rd2, %r1, 8;\nadd.s64 %rd1, %rd1, %rd2;\n"
+    swap = "ld.global.b32 %r4, [%rd1];\nmov.b32 {%rs1, %rs2}, %r4;\nmov.b32 %r5, {%rs2, %rs1};\n"
+    run(f"{place}{swap}mov.b64 %rd3, {{%r4, %r5}};\nst.global.b64 [%rd1+256], %rd3;", "", 0, memory)
+    given = words[:64:2]
+    stored = memory.view(np.uint32)[64:128].reshape(32, 2)
+    assert np.array_equal(stored[:, 0], given)
+    assert np.array_equal(stored[:, 1], given << 16 | given >> 16)
 
 
 def test_any_lane_is_elected() -> None:
