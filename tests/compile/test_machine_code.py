@@ -23,6 +23,7 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from tests.lib.compiled import check_before_and_after, machine_code
 from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED
 from tests.lib.tiers import tiered
@@ -53,7 +54,9 @@ CONFIGS = {
     **{f"d{d}-bias-mask": config(d, mask=True, bias=True, **MASKED) for d in (64, 128, 256)},
     "d64-float32-bias-mask": config(64, mask=True, bias=True, float32_bias=True, **MASKED),
     "d128-strided-bias": config(128, bias=True, strided_bias=True, packed=True),
-    "d128-row-of-a-bias": config(128, bias=True, uniform_bias=True, float32_bias=True),
+    **{f"d{d}-row-of-a-bias": config(d, bias=True, uniform_bias=True, float32_bias=True) for d in HEAD_DIMS},
+    "d128-row-of-a-bias-causal": config(128, bias=True, uniform_bias=True, right=True),
+    "d64-row-of-a-bias-mask": config(64, mask=True, bias=True, uniform_bias=True, **MASKED),
     "d128-row-of-a-mask": config(128, mask=True, uniform_mask=True),
     **{f"d{d}-block-mask": config(d, block_mask=True) for d in HEAD_DIMS},
     **{
@@ -81,6 +84,19 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"\bFFMA\b", sass)) >= (1 + 2 * loops) * chosen.tile_n // 2
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) == (chosen.group == 1 and not chosen.features.wide)
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("float32_bias", [False, True])
+def test_a_row_of_a_bias_leaves_ctas_persistent(float32_bias: bool, right: bool) -> None:
+    """It has two stages beside the tiles, whatever its dtype, and takes none of their room."""
+    for d in HEAD_DIMS:
+        chosen = config(d, bias=True, uniform_bias=True, float32_bias=float32_bias, right=right)
+        same_tiles = dataclasses.replace(chosen, features=Features(right=right))
+        assert chosen.persistent == same_tiles.persistent
+        assert chosen.persistent or d > 128
+        assert chosen.bias_stages == 2
+        assert forward_schedule(chosen).num_bytes <= 227 * 1024
 
 
 _HALF_BLOCKS: dict[str, dict[str, Any]] = {

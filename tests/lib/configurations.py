@@ -67,6 +67,7 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward": sm90.forward_config("bfloat16", 128, 128, Features()),
     "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
     "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-forward-bias-row": sm90.forward_config("bfloat16", 128, 128, Features(bias=True, uniform_bias=True)),
     "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
     "sm90-forward-half-blocks": sm90.forward_config("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
     "sm90-forward-group": sm90.forward_config("bfloat16", 128, 128, Features(**EVERYTHING), group=8),

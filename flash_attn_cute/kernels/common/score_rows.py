@@ -6,6 +6,9 @@ the row's address, as the copying warps do. Bytes beside the row belong to vecto
 memory that the tensor has a part of.
 
 Padding rows and columns behind the last key are not copied; their places hold arbitrary numbers.
+
+A bias that all queries share can come as float32 instead, a row that begins with its first column (``load_row``): then
+readers convert nothing, and read two columns at a time whatever the alignment in global memory.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import copy_vector
 from flash_attn_cute.kernels.common.blocks import Window
@@ -117,6 +120,30 @@ class SharedBias:
                         copy_vector(target + offset, source + offset)
                 source, target = source + between, target + apart * self.pitch
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
+
+    @cute.jit
+    def load_row(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
+        """Loads the row of a bias that all queries share, as float32, by all loading threads; zeros behind its end."""
+        gRow = rows.of(self.tensors.of_sequence(self.tensors.bias, rows.q, rows.batch), Int32(0))
+        sRow = self.shared_row(step)
+        columns = cute.size(sRow)
+        elements = cute.make_rmem_tensor(-(-columns // self.threads), Float32)
+        for i in cutlass.range_constexpr(cute.size(elements)):
+            column = i * self.threads + thread
+            elements[i] = Float32(0.0)
+            if column < num_columns:
+                elements[i] = gRow[first_column + column].to(Float32)
+        self.ring.wait_empty(step)  # from the mma warps
+        for i in cutlass.range_constexpr(cute.size(elements)):
+            column = i * self.threads + thread
+            if column < columns:
+                sRow[column] = elements[i]
+        cute.arch.mbarrier_arrive(self.ring.full(step))  # to the mma warps
+
+    def shared_row(self, step: Int32) -> cute.Tensor:
+        """The float32 row of a step, which ``load_row`` stores: (column,)."""
+        pointer = cute.make_ptr(Float32, self._tile(step), cute.AddressSpace.smem, assumed_align=VECTOR)
+        return cute.make_tensor(pointer, cute.make_layout(self.pitch // 4))
 
     def _tile(self, step: Int32) -> Int32:
         """Address of a step's tile in shared memory."""

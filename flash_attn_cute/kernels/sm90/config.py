@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
 
-_SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers
+_SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers, and for a row of a bias
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,19 @@ class ForwardConfig(Sm90Config):
     group: int  # query heads of a key head that are rows of one tile; 1, or a divisor of 64
 
     @property
+    def has_bias_row(self) -> bool:
+        """Whether all rows of a tile share one row of the bias; it is float32 in shared memory (``load_row``)."""
+        return self.features.uniform_bias and self.group == 1
+
+    @property
     def bias_pitch(self) -> int:
         """Bytes of a row of a tile of the bias in shared memory; 0 without."""
-        return bias_pitch(self.features, self.tile_n)
+        return 4 * self.tile_n if self.has_bias_row else bias_pitch(self.features, self.tile_n)
 
     @property
     def bias_rows(self) -> int:
         """Number of rows of a bias tile in shared memory."""
-        return 1 if self.features.uniform_bias and self.group == 1 else self.tile_m
+        return 1 if self.has_bias_row else self.tile_m
 
     @property
     def bias_stages(self) -> int:
@@ -83,11 +88,15 @@ class ForwardConfig(Sm90Config):
         return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
 
     def _bytes(self, tile_stages: int, bias_stages: int) -> int:
-        """Bytes of shared memory. O takes the place of Q if there is only one stage of Q."""
+        """Bytes of shared memory for tiles. O takes the place of Q if there is only one stage of Q.
+
+        A row of the bias is not counted: its stages are 1 KB at the most, beside the barriers.
+        """
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * rows + bias_stages * self.bias_rows * self.bias_pitch
+        bias = 0 if self.has_bias_row else self.bias_rows * self.bias_pitch
+        return 2 * rows + bias_stages * bias
 
     @property
     def keys_a_load(self) -> int:

@@ -56,6 +56,7 @@ from flash_attn_cute.kernels.sm90.mma import (
     tiled_mma,
 )
 from flash_attn_cute.kernels.sm90.scores import (
+    add_bias,
     add_bias_rows,
     cap,
     hide,
@@ -63,6 +64,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     load_row_interval,
     mask_outside_interval,
     raise_logits,
+    read_bias_row,
 )
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
@@ -287,14 +289,16 @@ class ForwardSm90(ForwardKernel):
                 tile = QueryTile.read(self.config, work.shared.tiles[None, stage])
                 first_row = tile.first_query + self.queries * work.warpgroup
                 seen = load_row_interval(work.arguments.mIntervals, tile.batch, tile.q.length, first_row, work.cS)
-            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, seen)
+            bias_row = self._read_bias_row(work, v_state.count)
+            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, bias_row, seen)
             for _ in cutlass.range(1, blocks.num, unroll=1):
                 self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
                 k_state.advance()
                 v_state.advance()
         else:
             first = Entry(blocks.nth(Int32(0)), None, None)
-            self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count)
+            bias_row = self._read_bias_row(work, v_state.count)
+            self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count, bias_row)
             for part in blocks.parts(f.left, f.right):
                 for i in cutlass.range(part.first, part.end, unroll=1):
                     self._step(work, stage, Entry(blocks.nth(i), None, None), part.edges, k_state, v_state)
@@ -328,6 +332,7 @@ class ForwardSm90(ForwardKernel):
         shared.pipe_K.consumer_wait(k_state)
         if const_expr(entry is None):
             entry = self._read_entry(work, v_state.count + 1)
+        bias_row = self._read_bias_row(work, v_state.count + 1)
         self._acquire_tensor_cores(work)
         self._start_S(work, stage, k_state.index)
         shared.pipe_V.consumer_wait(v_state)
@@ -337,7 +342,15 @@ class ForwardSm90(ForwardKernel):
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, seen)
+        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, bias_row, seen)
+
+    @cute.jit
+    def _read_bias_row(self, work: "_Work", step: Int32) -> cute.Tensor | None:
+        """A step's row of a bias that all queries share, read before the scores are there; None without one."""
+        bias = None
+        if const_expr(self.config.has_bias_row):
+            bias = read_bias_row(work.shared.bias, step, work.cS)
+        return bias
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
@@ -379,6 +392,7 @@ class ForwardSm90(ForwardKernel):
         edges: cutlass.Constexpr,
         is_first: cutlass.Constexpr,
         step: Int32,
+        bias_row: cute.Tensor | None,
         seen: cute.Tensor | None = None,
     ) -> None:
         """Computes P from S: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
@@ -394,7 +408,9 @@ class ForwardSm90(ForwardKernel):
         if const_expr(edges.left or edges.right or c.features.bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])
             place = self._place(work, tile, entry)
-            if const_expr(c.features.bias):
+            if const_expr(c.has_bias_row):
+                add_bias(work.acc_S, work.scales, lambda row, column: bias_row[column])
+            elif const_expr(c.features.bias):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
                 clips = edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)

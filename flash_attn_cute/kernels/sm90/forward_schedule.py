@@ -22,8 +22,8 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
 
     loading, computing = c.registers
     producer = Role("producer", range(1), loading, "chooses tiles; issues TMA: Q once a tile, K and V block by block")
-    copies = "copies the bias of each block" if has_bias else "idle"
-    bias = Role("bias", range(1, 4), loading, copies)
+    loads = "the bias row of each block, as float32" if c.has_bias_row else "the bias of each block"
+    bias = Role("bias", range(1, 4), loading, f"loads {loads}" if has_bias else "idle")
     mma = Role(
         "mma",
         range(4, 4 + 4 * warpgroups),
@@ -55,8 +55,13 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
 
     of_bias = (
         Step("bias", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
-        Step("bias", "bias.empty", "copies the bias of block n", "bias.full"),
+        Step("bias", "bias.empty", "loads the bias of block n", "bias.full"),
     )
+    # A row of a bias is few registers: it is read while the tensor cores are others', ahead of the scores.
+    read_row = [Step("mma", "bias.full", "reads the bias row of block n into registers", "bias.empty")]
+    add_bias = [Step("mma", "bias.full", "adds the bias to S(n)", "bias.empty")]
+    add_row = [Step("mma", "", "adds the bias row to S(n)")]
+    early, late = (read_row, add_row) if c.has_bias_row else ([], add_bias if has_bias else [])
     done = (mma.per_warp(), bias.per_warp()) if has_bias else (mma.per_warp(),)
     return Schedule(
         kernel="kernels/sm90/forward.py:ForwardSm90",
@@ -79,11 +84,12 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
             Step("producer", "k.empty", "loads K(n)", "k.full"),
             Step("producer", "v.empty", "loads V(n)", "v.full"),
             *(of_bias if has_bias else ()),
+            *early,
             Step("mma", "k.full, its turn at the tensor cores", "issues S(n) = Q K(n)'"),
             Step("mma", "v.full", "issues O += P(n+1) V(n+1)", "the next warpgroup's turn"),
             Step("mma", "S(n) complete", "releases K(n)", "k.empty"),
             Step("mma", "O complete", "releases V(n+1)", "v.empty"),
-            *([Step("mma", "bias.full", "adds the bias to S(n)", "bias.empty")] if has_bias else []),
+            *late,
             Step("mma", "", "P(n) = softmax(S(n)), in registers; rescales O"),
             Step("mma", "tiles.full", "once a tile: begins the next tile's S, then stores O and lse", "tiles.empty"),
         ),

@@ -100,7 +100,10 @@ class Transfers:
                     num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
                     if const_expr(c.blocks_an_entry > 1):  # a part may have none: not a vector is copied
                         num_columns = num_columns if num_columns > 0 else Int32(-c.tile_n)
-                    shared.bias.load(step, rows, first_column, num_columns, thread)
+                    if const_expr(c.has_bias_row):
+                        shared.bias.load_row(step, rows, first_column, num_columns, thread)
+                    else:
+                        shared.bias.load(step, rows, first_column, num_columns, thread)
                     step += 1
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():

@@ -156,6 +156,26 @@ def add_bias_rows(
 
 
 @cute.jit
+def read_bias_row(shared: SharedBias, step: Int32, cS: cute.Tensor) -> cute.Tensor:
+    """Reads this thread's columns of a bias row that all queries share, as float32 (column,); releases its stage.
+
+    Args:
+        shared: the bias, as ``load_row`` leaves it.
+        step: counts what has been in its stages.
+        cS: (row, column) coordinates of a warpgroup's scores.
+    """
+    coordinates = rows_and_columns(cS)
+    shared.ring.wait_full(step)  # from those who load
+    elements = cute.make_rmem_tensor(cute.size(coordinates, mode=[1]), Float32)
+    row = shared.shared_row(step)
+    for c in cutlass.range_constexpr(0, cute.size(elements), 2):
+        pair = cute.local_tile(row, (2,), (coordinates[0, 0][1] // 2 + 2 * c,))
+        cute.autovec_copy(pair, cute.local_tile(elements, (2,), (c // 2,)))
+    shared.ring.release(step)  # to those who load
+    return elements
+
+
+@cute.jit
 def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
     """Masks scores whose bits are 0, by selection; a thread's bits are in row order."""
     scores = rows_and_columns(acc_S)
