@@ -266,8 +266,7 @@ OF_HALF_BLOCKS = {
     for name, options in _OF_HALF_BLOCKS.items()
 }
 WITH_STORED_DS = {
-    f"d{d}-{name}": backward(d, block_mask=True, half_columns=True, stored_ds=True, **options)
-    for d in (64, 96, 128)
+    f"d128-{name}": backward(128, block_mask=True, half_columns=True, stored_ds=True, **options)
     for name, options in _OF_HALF_BLOCKS.items()
 }
 # Bytes that a thread spills at the most: of warp 0, which keeps where it is in a list, and behind a softcap at d = 128.

@@ -32,7 +32,7 @@ def test_packed_anywhere(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dims", "heard"), [((64, 64), 0), ((64, 64), 2), ((192, 128), None)])
 def test_documents_without_queries_or_keys(dims: tuple[int, int], heard: int | None) -> None:
-    """What no score adds to is the zero that it is alone, and rows of a sink are added in the order of rows."""
+    """Zeros to which no score adds are those of the document alone; rows of a sink are added in their order."""
     case = Case((3, 3), dims, {"softmax_scale": -0.2}, sink=True, dlse=True)
     torch.manual_seed(0)
     pairs = [(0, 64), (10, 70), (64, 0)]

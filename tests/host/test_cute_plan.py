@@ -24,6 +24,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pas
 from flash_attn_cute.kernels.sm90.config import (
     HEAD_DIMS,
     BackwardCtaConfig,
+    BackwardHalfBlocksConfig,
     BackwardStoredDSConfig,
     backward_config,
     bias_gradient_config,
@@ -252,17 +253,25 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
         assert blocks >= sum(-(-length // rows) for length in lengths)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("sm90", 64), ("sm90", 192), ("sm100", 128)])
-def test_who_stores_dS(name: str, head_dim: int) -> None:
-    """Others have the kernels that they have without such a mask."""
+@pytest.mark.parametrize(
+    ("name", "head_dim", "kind"),
+    [
+        ("sm90", 128, BackwardStoredDSConfig),
+        ("sm90", 64, BackwardHalfBlocksConfig),
+        ("sm90", 192, None),
+        ("sm100", 128, None),
+    ],
+)
+def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
+    """Kernels of blocks of 64 keys; None: those that there are without such a mask."""
     options = {"nheads_k": 8, "head_dim": head_dim, "head_dim_v": head_dim, "has_block_mask": True}
     architecture = ARCHITECTURES[name].on(next(iter(ARCHITECTURES[name].targets))) if name == "sm100" else SM90
     shapes = DENSE._replace(k=(2, 400, 8, 128))
     of_halves, without = (
         plan_backward(architecture, spec_of(**options, half_columns=n), shapes, 132).config for n in (35, 0)
     )
-    assert isinstance(of_halves, BackwardStoredDSConfig) == (head_dim == 64)
-    assert (of_halves == without) == (head_dim > 64)
+    assert type(of_halves) is (kind or type(without))
+    assert (of_halves == without) == (kind is None)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -92,7 +92,7 @@ DESCRIBED: dict[str, Any] = {
         "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True)
     ),
     "sm90-backward-stored-ds-wide": sm90.backward_config(
-        "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True)
+        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True)
     ),
     "sm90-backward-cluster": sm90.backward_config("bfloat16", 256, 256, Features()),
     "sm90-backward-cluster-ordered": sm90.backward_config("bfloat16", 192, 128, Features(**BACKWARD_EVERYTHING)),

@@ -420,7 +420,8 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
     """Masks of blocks of 64 of which dS has room in the workspace: another kernel multiplies it by K.
 
-    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic.
+    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For
+    d = 128 alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
     """
 
     stores_dS: ClassVar[bool] = True
@@ -428,31 +429,11 @@ class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
     in_order: ClassVar[bool] = False  # type: ignore[assignment]
     zeroes_sums: ClassVar[bool] = False  # type: ignore[assignment]
     pieces_dQ: ClassVar[int] = 1  # type: ignore[assignment]  # of dS, 64 x 64
-
-    @property
-    def do_stages(self) -> int:
-        """Blocks of dO in flight: dQ takes no time in which one could come."""
-        return 2
-
-    @property
-    def pieces_a_gradient(self) -> int:  # type: ignore[override]
-        """Pieces of dV, or of dK: 64 columns, as dS has them; the last one may have fewer."""
-        return -(-self.tile_d // 64)
-
-    @property
-    def out_stages(self) -> int:
-        """Pieces on their way out: as many as half of an SM's shared memory has room for."""
-        return 1 if self.tile_d == 128 else 2
-
-    @property
-    def stages_of_dQ(self) -> int:
-        """Blocks of dS and K in flight, in the kernel of dQ."""
-        return 4
-
-    @property
-    def ctas_of_dQ(self) -> int:
-        """CTAs an SM of the kernel of dQ, as many as shared memory has room for."""
-        return 3 if self.tile_d == 64 else 2
+    pieces_a_gradient: ClassVar[int] = 2  # of dV, or of dK: 64 columns, as dS has them
+    do_stages: ClassVar[int] = 2  # type: ignore[assignment]  # dQ takes no time in which a block could come
+    out_stages: ClassVar[int] = 1  # type: ignore[assignment]  # pieces on their way out
+    stages_of_dQ: ClassVar[int] = 4  # blocks of dS and K in flight, in the kernel of dQ
+    ctas_of_dQ: ClassVar[int] = 2  # an SM, as many as shared memory has room for
 
 
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:
@@ -634,10 +615,11 @@ def backward_config(
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
     if _HALF_BLOCKS.fits(features) and (fixed_point or not in_order):
-        if features.stored_ds:
+        if features.stored_ds and tile_d == 128:
             # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
-            columns_K = tile_d if tile_d < 128 else 16 if features.softcap else 32
+            columns_K = 16 if features.softcap else 32
             return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
+        features = replace(features, stored_ds=False)
         return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
     features = replace(features, half_columns=False, stored_ds=False)
     return BackwardCtaConfig(
