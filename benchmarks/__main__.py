@@ -6,7 +6,7 @@
     python -m benchmarks bias        # masks and biases, forward and backward; so does bias-lengths
     python -m benchmarks sparse      # block masks, forward and backward; so does sparse-lengths, up to 128k
     python -m benchmarks sparse-tables  # what making a block mask costs
-    python -m benchmarks selected    # key blocks that each query selects, both passes; also selected-tables
+    python -m benchmarks selected    # key blocks that each query selects, both passes
     python -m benchmarks context-parallel --ranks 4  # options: benchmarks/over_ranks.py
     python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
@@ -41,7 +41,6 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "sparse-lengths": sparse.lengths,
     "sparse-tables": sparse.tables,
     "selected": selected.suite,
-    "selected-tables": selected.tables,
 }
 
 # Not a suite of one process; it has options of its own.

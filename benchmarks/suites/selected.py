@@ -9,18 +9,15 @@ proportional. Work is that of visible pairs.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Case, Contender, NoPart, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func
-from flash_attn_cute.backends.cute.selection_tables import selection_tables
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 PACKAGE, FLA, FLEX = "flash_attn_cute", "flash-linear-attention", "FlexAttention"
 SIXTEEN = f"{PACKAGE} top 16"  # not what a row asks for
@@ -29,7 +26,6 @@ GROUPS, D, BLOCK = 4, 128, 64
 FEWEST_HEADS = 16  # of a group of flash-linear-attention's
 _LONGEST_FLEX = 65_536  # its bytes take too much room then
 _ROWS_AT_ONCE = 4096  # of random numbers, whose rows are as long as there are blocks
-_ITEM_PICKS = 1020  # of the tables that are timed
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ ROWS = (
 BARS = {(_FIRST, FLA): 3.0, (_FIRST, FLEX): 6.0, (_SMALL_GROUP, FLA): 2.0}  # least speed over others
 PROPORTIONAL = 1.15  # the most time over top / 16 of that of 16 blocks
 _EACH: tuple[Passes, ...] = ("forward", "backward")
-TABLES_SECONDS = 0.5e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,14 +84,6 @@ def suite(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
     return Suite("selected", cases, contenders, PACKAGE, list(_bars()), rounds=20, seconds=1.0)
 
 
-def tables(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
-    """The suite of what kernels' tables of a selection cost, made anew in each call; of the first row."""
-    limits = [Limit(f"forward {ROWS[0].name}", PACKAGE, TABLES_SECONDS, None)]
-    contenders = [Contender(PACKAGE, _tables)]
-    cases = partial(_cases_of_tables, device, dtype)
-    return Suite("selected-tables", cases, contenders, PACKAGE, (), rounds=20, seconds=1.0, limits=limits)
-
-
 def _bars() -> Iterator[Bar]:
     for passes in _EACH:
         for (row, against), least in BARS.items():
@@ -105,10 +92,6 @@ def _bars() -> Iterator[Bar]:
         for row in ROWS:
             if row.top != _FIRST.top:
                 yield Bar(f"{passes} {row.name}", PACKAGE, SIXTEEN, PROPORTIONAL * row.top / _FIRST.top)
-
-
-def _cases_of_tables(device: torch.device, dtype: torch.dtype) -> Iterator[SelectedCase]:
-    yield _case(ROWS[0], "forward", device, dtype)
 
 
 def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) -> SelectedCase:
@@ -237,20 +220,5 @@ def _flex(case: SelectedCase) -> Callable[[], Tensor]:
     def run() -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=shown, enable_gqa=True).transpose(1, 2)
         return out
-
-    return run
-
-
-def _tables(case: SelectedCase) -> Run:
-    """From the caller's indices to what the kernels read."""
-    n, none = case.row.seqlen, None
-    inputs = AttentionInputs(case.q, case.k, case.v, none, none, none, none, none, none, none, n, n)
-    options = Options(None, None, 0, 0.0, deterministic=False, zero_padding=True)
-    spec = AttentionSpec.of(inputs, options)._replace(selection_block=BLOCK)
-
-    def run() -> dict[str, Tensor]:
-        mask = BlockMask.from_selection(case.indices, block=BLOCK, seqlen_k=n)
-        selection_tables(spec, inputs._replace(selected=mask.selected()), (0, n), _ITEM_PICKS)
-        return {}
 
     return run

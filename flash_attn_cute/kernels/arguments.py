@@ -76,6 +76,7 @@ _MASK = Argument(MASK, when="features.mask")  # 0: hidden
 _BIAS = Argument(BIAS, when="features.bias")
 _ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
 _SEEN = Argument(Kind("Int32", rank=1, align=8), when="features.intervals")
+_SELECTED = Argument(replace(MASK, dtype="Int32"))
 _OF_LISTS = Argument(INT, when="features.listed")
 _OF_BLOCKS = Argument(INT, when="features.block_mask")
 _OF_CELLS = Argument(INT, when="stores_dS")
@@ -249,6 +250,11 @@ class SelectionNumbers(NamedTuple):
     sets_batch: Annotated[Any, _INT]  # selections there are over the batch and heads; 1 where all share them
     sets_heads: Annotated[Any, _INT]
     columns: Annotated[Any, _INT]  # key blocks of a set, over all sequences
+    parts: Annotated[Any, _INT]  # blocks of the kernels' that a selected block is cut into
+    item_picks: Annotated[Any, _INT]  # of an item at the most
+    num_items: Annotated[Any, _INT]  # of a set; see ``kernels.selection.TableSizes``
+    num_chunks: Annotated[Any, _INT]
+    chunk_picks: Annotated[Any, _INT]
 
 
 class SelectionArguments(NamedTuple):
@@ -266,9 +272,8 @@ class SelectionArguments(NamedTuple):
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
-    mColumns: Annotated[Any, Argument(INTS)]  # (sets, picks), flattened: a block's number, ``columns`` for none
-    mEntries: Annotated[Any, Argument(INTS)]  # (sets, picks), flattened: numbers of picks, by columns
-    mItems: Annotated[Any, Argument(replace(INTS, align=16))]  # (items, sets, 4), flattened: ``sm90.selection.Item``
+    mSelected: Annotated[Any, _SELECTED]  # (batch, heads, rows, top / parts), of all rows
+    mTables: Annotated[Any, Argument(BYTES)]  # room for ``kernels.selection.table_parts``; launches for rows share it
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.workspace_parts``
     numbers: SelectionNumbers
 
@@ -288,10 +293,8 @@ class SelectionBackwardArguments(NamedTuple):
     mdV: Annotated[Any, Argument(SUMS)]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mColumns: Annotated[Any, Argument(INTS)]  # as in ``SelectionArguments``
-    mEntries: Annotated[Any, Argument(INTS)]
-    mItems: Annotated[Any, Argument(replace(INTS, align=16))]
-    mItemSpans: Annotated[Any, Argument(INTS)]  # (sets, columns + 1), flattened: the first item of each column
+    mSelected: Annotated[Any, _SELECTED]  # as in ``SelectionArguments``
+    mTables: Annotated[Any, Argument(BYTES)]
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.backward_workspace_parts``
     numbers: SelectionNumbers
 

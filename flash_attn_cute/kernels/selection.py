@@ -1,12 +1,47 @@
 """Sizes of a pass in which each query selects key blocks, for kernels and backends. Needs no cutlass."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 BLOCKS = (64, 128)  # keys of a block
 HEAD_DIMS = (64, 128)  # columns of tiles; TMA fills those that a call lacks with zeros
 TILE_ROWS = 64  # of a tile: heads of some queries
 WARPGROUPS_BACKWARD = 2  # of a CTA, each with sums of dK and dV of its own
 ITEM_FIELDS = 4  # Int32 that describe an item: ``sm90.selection_transfers.Item``
+PICKS_AT_ONCE = 256  # that a warp reads together where tables are made; chunks are multiples of it
+_PICKS_A_COLUMN = 4  # that a chunk has at the least, so that counts take a quarter of the bytes of picks
+
+
+def num_columns(k_rows: int, block: int, num_sequences: int) -> int:
+    """Key blocks of all sequences, at the most; ``num_sequences`` is 0 of dense calls."""
+    return k_rows // block + num_sequences if num_sequences else -(-k_rows // block)
+
+
+class TableSizes(NamedTuple):
+    """Sizes of the tables of a set of so many picks."""
+
+    items: int  # at the most
+    chunks: int  # of picks, each counted by a warp
+    chunk_picks: int
+
+    @staticmethod
+    def of(picks: int, columns: int, item_picks: int) -> "TableSizes":
+        """Sizes for items of ``item_picks`` picks at the most."""
+        chunk_picks = -(-max(1024, _PICKS_A_COLUMN * columns) // PICKS_AT_ONCE) * PICKS_AT_ONCE
+        return TableSizes(min(picks, picks // item_picks + columns), -(-picks // chunk_picks), chunk_picks)
+
+
+def table_parts(numbers: Any) -> dict[str, tuple[Any, ...]]:
+    """Parts of the tables (``common.selection_tables.SelectionTables``), Int32, of ``SelectionNumbers``."""
+    n = numbers
+    sets, picks = n.sets_batch * n.sets_heads, n.num_rows * n.top
+    return {
+        "mColumns": (sets, picks),
+        "mEntries": (sets, picks),
+        "mItems": (sets, n.num_items, ITEM_FIELDS),
+        "mItemSpans": (sets, n.columns + 1),
+        "mStarts": (sets, n.columns),
+        "mCounts": (sets, n.num_chunks, n.columns),
+    }
 
 
 def workspace_parts(config: Any, units: Any, picks: Any) -> dict[str, tuple[Any, ...]]:

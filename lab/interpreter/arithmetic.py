@@ -197,6 +197,18 @@ def _vote(s: Statement) -> Effect:
     return vote
 
 
+def _match(s: Statement) -> Effect:
+    """Of each lane, as bits, which lanes have its value."""
+    write, read = s.target(s.operands[0]), s.source(s.operands[1], "b32")
+
+    def match(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        given = read(warp)
+        write(warp, ((given[:, None] == given) << LANES).sum(1).astype(np.uint32), mask)
+
+    return match
+
+
 def _elect(s: Statement) -> Effect:
     write = s.target(s.operands[0].parts[1])
 
@@ -247,5 +259,6 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
     **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
     "vote.sync": _vote,
+    "match.any.sync.b32": _match,
     "elect.sync": _elect,
 }

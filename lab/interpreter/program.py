@@ -150,7 +150,7 @@ class Program:
             return "registers", operands[0].number
         if is_a("cp.async.bulk.wait_group"):
             return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
-        if is_a("elect", "vote"):
+        if is_a("elect", "match", "vote"):
             return "together", _decoder(s.name)(s)  # once all lanes have come
         # Loops that wait for what others write would otherwise take all of a warp's turn.
         return "poll" if is_a("ld.acquire", "nanosleep") else "run", _decoder(s.name)(s)

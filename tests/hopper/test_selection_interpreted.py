@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-head": {"q": [130], "k": [100], "nheads": 1, "dtype": torch.float16},
     "blocks-of-128": {"q": [30, 30], "k": [150, 150], "nheads": 4, "nheads_k": 2, "head_dim": 72, "head_dim_v": 128,
                       "block": 128},
+    "blocks-of-192": {"q": [70], "k": [500], "nheads": 4, "causal": True, "block": 192},
     "packed": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "head_dim": 128, "packed": True,
                "causal": True, "sink": True, "softcap": 3.0},
     "packed-window": {"q": [20, 17, 31], "k": [70, 0, 129], "nheads": 6, "nheads_k": 2, "packed": True,

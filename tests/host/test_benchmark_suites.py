@@ -558,13 +558,6 @@ def test_selected_suite_on_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bar.most for bar in suite.bars] == [pytest.approx(1.15 * 2 / 16)] * 2
 
 
-@pytest.mark.usefixtures("tiny_selected")
-def test_selected_tables_suite_on_tiny_shapes() -> None:
-    suite = replace(selected.tables(CPU, torch.float32), rounds=3, seconds=0.1)
-    (case,) = suite.cases()
-    assert list(harness.measure(suite, case).times) == [selected.PACKAGE]
-
-
 def test_rows_of_the_selected_suite() -> None:
     """Bars as they were set; queries select their own block, and the first, each once."""
     suite = selected.suite(CPU, torch.bfloat16)

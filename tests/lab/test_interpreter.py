@@ -88,7 +88,9 @@ def test_any_lane_is_elected() -> None:
         )
 
 
-@pytest.mark.parametrize("instruction", ["elect.sync %r4|%p2, -1;", "vote.sync.any.pred %p2, %p3, -1;"])
+@pytest.mark.parametrize(
+    "instruction", ["elect.sync %r4|%p2, -1;", "vote.sync.any.pred %p2, %p3, -1;", "match.any.sync.b32 %r4, %r1, -1;"]
+)
 def test_lanes_come_by_a_longer_way(instruction: str) -> None:
     """A whole warp's instructions wait for lanes whose way is further down; if some never come, that is a fault."""
     apart = "setp.lt.u32 %p3, %r1, 16;\n@%p3 bra LONGER;\nMEET:\n"

@@ -104,6 +104,18 @@ def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(bitwise_equal(whole[name], parts[name]) for name in whole)
 
 
+def test_tables_take_little_time() -> None:
+    """Kernels that list 2.1 million picks take less than half a millisecond."""
+    call = causal({"nheads": 4, "nheads_k": 4, "head_dim": 64, "top": 16}, 32_768)
+    results(call)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        results(call)
+        torch.cuda.synchronize()
+    times = [event.device_time_total for event in profile.key_averages() if "tablesPick" in event.key]  # microseconds
+    assert len(times) == 3
+    assert sum(times) < 500
+
+
 def test_the_host_never_waits() -> None:
     assert_selections_are_captured("sm90")
 

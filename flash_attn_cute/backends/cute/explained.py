@@ -15,7 +15,6 @@ from flash_attn_cute.backends.packing import (
     over_scores,
 )
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.sparsity.bits import HALF
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 Passes = tuple[PassPlan | None, PassPlan | None]  # forward and backward; None where nothing is launched
@@ -73,8 +72,7 @@ def planned_selection(
         return None, None
     shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), 0)
     forward = plan_selection(architecture, spec, shapes, selected, num_sms)
-    halves = *selected[:-1], selected[-1] * spec.selection_block // HALF
-    backward = plan_selection_backward(architecture, spec, shapes, halves, num_sms)
+    backward = plan_selection_backward(architecture, spec, shapes, selected, num_sms)
     return _for_people(forward), _for_people(backward)
 
 

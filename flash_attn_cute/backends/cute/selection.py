@@ -12,14 +12,12 @@ from flash_attn_cute.backends.cute.layouts import aligned, compact, with_a_key
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
-from flash_attn_cute.backends.cute.selection_tables import SelectionTables, in_halves, selection_tables
 from flash_attn_cute.kernels.arguments import (
     SelectionArguments,
     SelectionBackwardArguments,
     SelectionNumbers,
     workspace_bytes,
 )
-from flash_attn_cute.sparsity.bits import HALF
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 
 _LOG2_E = math.log2(math.e)
@@ -37,30 +35,30 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
     q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
     offsets_q, offsets_k = (None if x is None else compact(x) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
     sink = None if inputs.learnable_sink is None else compact(inputs.learnable_sink.float())
-    workspace = torch.empty(planned.workspace_size, dtype=torch.uint8, device=q.device)
-    for rows, tables in _tables_of_launches(spec, inputs, planned):
-        for units in _units_of_launches(planned):
-            kernel(
-                SelectionArguments(
-                    mQ=q,
-                    mK=k,
-                    mV=v,
-                    mO=results.out,
-                    mLSE=results.lse,
-                    mCuSeqlensQ=offsets_q,
-                    mCuSeqlensK=offsets_k,
-                    mSink=sink,
-                    mColumns=tables.columns,
-                    mEntries=tables.entries,
-                    mItems=tables.items,
-                    mWorkspace=workspace,
-                    numbers=planned.numbers._replace(**rows, **units),
-                )
-            )
-        if spec.has_sink and tables.real is not None:  # which is what lse holds of padding
-            first = rows["first_row"]
-            results.lse[:, first : first + rows["num_rows"]].masked_fill_(~tables.real, -torch.inf)
+    tables, workspace = _workspace(planned, q)
+    arguments = SelectionArguments(
+        mQ=q,
+        mK=k,
+        mV=v,
+        mO=results.out,
+        mLSE=results.lse,
+        mCuSeqlensQ=offsets_q,
+        mCuSeqlensK=offsets_k,
+        mSink=sink,
+        mSelected=inputs.selected,
+        mTables=tables,
+        mWorkspace=workspace,
+        numbers=planned.numbers,
+    )
+    for numbers in _launches(planned):
+        kernel(arguments._replace(numbers=numbers))
     return results
+
+
+def _workspace(planned: SelectionPlan, x: Tensor) -> list[Tensor]:
+    """Room for tables and for what else a launch leaves, on the device of x."""
+    room = torch.empty(planned.workspace_size, dtype=torch.uint8, device=x.device)
+    return [room[: planned.tables_size], room[planned.tables_size :]]
 
 
 def _shapes(inputs: AttentionInputs, *, has_dlse: bool = False) -> tuple[Shapes, torch.Size]:
@@ -70,18 +68,12 @@ def _shapes(inputs: AttentionInputs, *, has_dlse: bool = False) -> tuple[Shapes,
 
 
 def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradients:
-    """Fills dq, dk and dv of a call with at least a query and a key, and adds the gradient of a sink, if it is needed.
-
-    Selected blocks are cut into such of 64 keys.
-    """
+    """Fills dq, dk and dv of a call with at least a query and a key; adds the gradient of a sink, if it is needed."""
     spec, inputs = call.spec, call.inputs
-    while spec.selection_block > HALF:
-        inputs, spec = in_halves(inputs), spec._replace(selection_block=spec.selection_block // 2)
     shapes = _shapes(inputs, has_dlse=call.dlse is not None)
     kernel, planned, _ = launch_of(plan_selection_backward, inputs.q.device, spec, *shapes)
-    n = planned.numbers
     dk, dv = (torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in grads[1:3])
-    workspace = torch.empty(planned.workspace_size, dtype=torch.uint8, device=dk.device)
+    tables, workspace = _workspace(planned, dk)
     offsets_q, offsets_k = (None if x is None else compact(x) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
     arguments = SelectionBackwardArguments(
         mQ=aligned(inputs.q),
@@ -96,32 +88,20 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
         mdV=dv,
         mCuSeqlensQ=offsets_q,
         mCuSeqlensK=offsets_k,
-        mColumns=None,
-        mEntries=None,
-        mItems=None,
-        mItemSpans=None,
+        mSelected=inputs.selected,
+        mTables=tables,
         mWorkspace=workspace,
-        numbers=n,
+        numbers=planned.numbers,
     )
     group, sets = planned.config.group, math.prod(call.lse.shape[:-1])
     dsinks = torch.zeros(sets, dtype=torch.float32, device=dk.device)
     sinks = None
     if call.need_dsink and inputs.learnable_sink is not None:
         sinks = inputs.learnable_sink.float().expand(len(dsinks) // spec.nheads, -1).reshape(-1, group)
-    for rows, tables in _tables_of_launches(spec, inputs, planned):
-        for units in _units_of_launches(planned):
-            numbers = n._replace(**rows, **units)
-            kernel(
-                arguments._replace(
-                    mColumns=tables.columns,
-                    mEntries=tables.entries,
-                    mItems=tables.items,
-                    mItemSpans=tables.item_spans,
-                    numbers=numbers,
-                )
-            )
-            if sinks is not None:
-                _add_dsinks(dsinks.view(-1, group), sinks, workspace, numbers)
+    for numbers in _launches(planned):
+        kernel(arguments._replace(numbers=numbers))
+        if sinks is not None:
+            _add_dsinks(dsinks.view(-1, group), sinks, workspace, numbers)
     grads.dk.copy_(dk)
     grads.dv.copy_(dv)
     if sinks is None or inputs.learnable_sink is None:
@@ -140,21 +120,14 @@ def _add_dsinks(dsinks: Tensor, sinks: Tensor, workspace: Tensor, numbers: Selec
     dsinks[units] -= (torch.exp2(sinks[units, None] * _LOG2_E - lse) * delta).sum(1)
 
 
-def _tables_of_launches(
-    spec: AttentionSpec, inputs: AttentionInputs, planned: SelectionPlan
-) -> Iterator[tuple[dict[str, int], SelectionTables]]:
-    """Rows of each launch, as its numbers, and their tables."""
-    for first in range(0, planned.num_rows, planned.numbers.num_rows):
-        stop = min(first + planned.numbers.num_rows, planned.num_rows)
-        tables = selection_tables(spec, inputs, (first, stop), planned.item_picks)
-        yield {"first_row": first, "num_rows": stop - first}, tables
-
-
-def _units_of_launches(planned: SelectionPlan) -> Iterator[dict[str, int]]:
-    """Units of each launch for some rows, as its numbers."""
-    at_once = planned.numbers.num_units
-    for first in range(0, planned.num_units, at_once):
-        yield {"first_unit": first, "num_units": min(at_once, planned.num_units - first)}
+def _launches(planned: SelectionPlan) -> Iterator[SelectionNumbers]:
+    """Numbers of each launch. Those for the same rows follow each other: the first makes tables for all of them."""
+    n = planned.numbers
+    for first in range(0, planned.num_rows, n.num_rows):
+        num_rows = min(n.num_rows, planned.num_rows - first)
+        for unit in range(0, planned.num_units, n.num_units):
+            num_units = min(n.num_units, planned.num_units - unit)
+            yield n._replace(first_row=first, num_rows=num_rows, first_unit=unit, num_units=num_units)
 
 
 def _without_keys(inputs: AttentionInputs, results: Results) -> Results:

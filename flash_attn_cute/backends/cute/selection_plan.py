@@ -5,15 +5,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flash_attn_cute.backends.cute import plan
-from flash_attn_cute.backends.cute.selection_tables import num_columns, num_items
 from flash_attn_cute.kernels.arguments import SelectionNumbers, workspace_bytes
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS, backward_workspace_parts, workspace_parts
+from flash_attn_cute.kernels.selection import (
+    BLOCKS,
+    HEAD_DIMS,
+    TILE_ROWS,
+    TableSizes,
+    backward_workspace_parts,
+    num_columns,
+    table_parts,
+    workspace_parts,
+)
 from flash_attn_cute.spec import AttentionSpec
 
 _BESIDE = "beside BlockMask.from_selection"
-_WORKSPACE = 3 << 30  # bytes of a launch at the most, unless one query takes more
+_WORKSPACE = 3 << 30  # bytes of a launch at the most beside tables, unless one query takes more
 _MAX_PICKS = 2**31 - 1  # of all sets of a launch
 _MOST_PICKS_AN_ITEM = 2048
 _FEWEST_TILES = 4  # of a warpgroup in an item, so that K and V are loaded for some work
@@ -21,21 +29,21 @@ _ITEMS_AN_SM = 4  # where there is enough work, so that none is idle for long at
 
 
 class SelectionPlan(NamedTuple):
-    """Plan of a pass; a launch is for ``rows`` of queries and ``units`` at the most."""
+    """Plan of a pass. A launch is for the queries and units of ``numbers`` at the most."""
 
     config: Any
     numbers: SelectionNumbers  # of the first launch
-    workspace_size: int  # bytes
+    workspace_size: int  # bytes, with those of the tables
+    tables_size: int  # bytes of the tables, which come first
     num_rows: int  # of queries, in all launches
     num_units: int
-    item_picks: int
 
 
 def limits(spec: AttentionSpec) -> tuple[str, ...]:
     """Why kernels cannot serve a selection; empty if they can."""
     reasons = []
-    if spec.selection_block not in BLOCKS:
-        reasons.append(f"blocks of {spec.selection_block} keys selected per query ({_either(BLOCKS)})")
+    if spec.selection_block % BLOCKS[0]:
+        reasons.append(f"blocks of {spec.selection_block} keys selected per query (multiples of {BLOCKS[0]})")
     for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
         if d > HEAD_DIMS[-1]:
             reasons.append(f"{name} = {d} {_BESIDE} (up to {HEAD_DIMS[-1]})")
@@ -47,16 +55,13 @@ def limits(spec: AttentionSpec) -> tuple[str, ...]:
     return (*reasons, *(f"{name} {_BESIDE}" for name, is_asked in refused.items() if is_asked))
 
 
-def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))
-
-
 def plan_selection(
     architecture: Architecture, spec: AttentionSpec, shapes: plan.Shapes, selected: tuple[int, ...], num_sms: int
 ) -> SelectionPlan:
     """The plan of a forward call whose selected blocks are (batch, heads, rows, top), on a GPU of so many SMs."""
+    block = next(size for size in reversed(BLOCKS) if spec.selection_block % size == 0)
     config = architecture.passes["selection"].configure(
-        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
+        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=block
     )
 
     def parts(units: int, rows: int, top: int, item_picks: int) -> dict[str, tuple[int, ...]]:
@@ -69,14 +74,14 @@ def plan_selection(
 def plan_selection_backward(
     architecture: Architecture, spec: AttentionSpec, shapes: plan.Shapes, selected: tuple[int, ...], num_sms: int
 ) -> SelectionPlan:
-    """The plan of a backward call, likewise; selected blocks have 64 keys."""
+    """The plan of a backward call, likewise."""
     config = architecture.passes["selection_backward"].configure(
         *_given(spec, shapes), group=_heads_of_a_tile(spec, selected)
     )
     columns = num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences)
 
     def parts(units: int, rows: int, top: int, item_picks: int) -> dict[str, tuple[int, ...]]:
-        items = num_items(rows * top, columns, item_picks) if item_picks else 0
+        items = TableSizes.of(rows * top, columns, item_picks).items if item_picks else 0
         return backward_workspace_parts(config, units, rows, rows * top, items)
 
     return _plan(config, spec, shapes, selected, num_sms, parts)
@@ -105,6 +110,8 @@ def _plan(
     ``parts`` gives those of its workspace, of so many units, rows, top, and picks an item; of 0 picks without items.
     """
     sets_batch, sets_heads, rows, top = selected
+    blocks = spec.selection_block // config.tile_n
+    top *= blocks
     units = spec.nheads // config.group * math.prod(shapes.q[:-3])
     bytes_a_row = workspace_bytes(parts(1, 1, top, 0))
     launch_rows = max(1, min(rows, _WORKSPACE // bytes_a_row, _MAX_PICKS // (top * sets_batch * sets_heads)))
@@ -113,6 +120,8 @@ def _plan(
     steps = launch_rows * top * launch_units // (_ITEMS_AN_SM * num_sms * step)
     item_picks = step * max(_FEWEST_TILES, min(steps, _MOST_PICKS_AN_ITEM // step))
     given = plan.numbers_of(spec, shapes)
+    columns = num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences)
+    sizes = TableSizes.of(launch_rows * top, columns, item_picks)
     numbers = SelectionNumbers(
         **{name: given[name] for name in SelectionNumbers._fields if name in given},
         top=top,
@@ -122,7 +131,15 @@ def _plan(
         num_units=launch_units,
         sets_batch=sets_batch,
         sets_heads=sets_heads,
-        columns=num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences),
+        columns=columns,
+        parts=blocks,
+        item_picks=item_picks,
+        num_items=sizes.items,
+        num_chunks=sizes.chunks,
+        chunk_picks=sizes.chunk_picks,
     )
-    size = workspace_bytes(parts(launch_units, launch_rows, top, item_picks))
-    return SelectionPlan(config, numbers, size, rows, units, item_picks)
+    size, tables = (
+        workspace_bytes(parts(launch_units, launch_rows, top, item_picks)),
+        workspace_bytes(table_parts(numbers)),
+    )
+    return SelectionPlan(config, numbers, size + tables, tables, rows, units)

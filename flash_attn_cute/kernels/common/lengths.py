@@ -44,3 +44,16 @@ def rows_of(mX: cute.Tensor, mCuSeqlens: cute.Tensor | None, mSeqUsed: cute.Tens
         start = offset(mCuSeqlens, sequence, total)
         slot = offset(mCuSeqlens, sequence + 1, total) - start
         return SeqRows(start, real_rows(mSeqUsed, sequence, slot), slot)
+
+
+@cute.jit
+def sequence_of_row(mCuSeqlens: cute.Tensor, row: Int32, total: Int32) -> Int32:
+    """The packed sequence that a row of ``total`` belongs to: -1 before the first one, their number behind the last."""
+    low, high = Int32(-1), mCuSeqlens.shape[0]  # the answer is the last offset that is not behind the row
+    while high - low > 1:
+        middle = (low + high) // 2
+        if offset(mCuSeqlens, middle, total) <= row:
+            low = middle
+        else:
+            high = middle
+    return low

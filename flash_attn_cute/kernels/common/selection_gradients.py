@@ -14,7 +14,8 @@ from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.rows import rounded, rows_first
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, WARPGROUPS_BACKWARD
+from flash_attn_cute.kernels.common.selection_tables import SelectionTables
+from flash_attn_cute.kernels.selection import WARPGROUPS_BACKWARD
 
 _THREADS = 256
 _VECTOR = 8  # columns of dQ of a thread
@@ -29,14 +30,14 @@ class SelectionQueryGradients:
         self.lanes = config.tile_d // _VECTOR
 
     @cute.jit
-    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: SelectionBackwardArguments, tables: SelectionTables, mdQ: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         rows = a.numbers.num_units * a.numbers.num_rows * self.config.group
         grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]
-        self.kernel(a, parts["mdQ"]).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(a, tables.mColumns, mdQ).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, a: SelectionBackwardArguments, mdQ: cute.Tensor) -> None:
+    def kernel(self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor) -> None:
         """Sums up some rows."""
         n, group = a.numbers, self.config.group
         thread, _, _ = cute.arch.thread_idx()
@@ -44,16 +45,23 @@ class SelectionQueryGradients:
         index = index * (_THREADS // self.lanes) + thread // self.lanes
         row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
         if unit_idx < n.num_units:
-            self._sum(a, mdQ, unit_idx, row, index % group, thread % self.lanes)
+            self._sum(a, mColumns, mdQ, unit_idx, row, index % group, thread % self.lanes)
 
     @cute.jit
     def _sum(
-        self, a: SelectionBackwardArguments, mdQ: cute.Tensor, unit_idx: Int32, row: Int32, in_group: Int32, lane: Int32
+        self,
+        a: SelectionBackwardArguments,
+        mColumns: cute.Tensor,
+        mdQ: cute.Tensor,
+        unit_idx: Int32,
+        row: Int32,
+        in_group: Int32,
+        lane: Int32,
     ) -> None:
         """Sums up a vector of a row of the launch, for a head of the group."""
         c, n, packed = self.config, a.numbers, self.config.features.packed
         unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
-        columns = cute.domain_offset((Int64(unit.set) * (n.num_rows * n.top) + pick,), a.mColumns)
+        columns = cute.domain_offset((pick,), mColumns[unit.set, None])
         dQ_of = cute.domain_offset((Int64(pick), 0), mdQ[unit_idx, None, None])  # of more than 2^31 numbers
         total = cute.make_rmem_tensor(_VECTOR, Float32)
         total.fill(0.0)
@@ -74,15 +82,19 @@ class SelectionKeyGradients:
         self.config = config
 
     @cute.jit
-    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], num_items: Int32, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(
+        self, a: SelectionBackwardArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream
+    ) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         heads = a.mK.shape[-2] * (1 if self.config.features.packed else a.mK.shape[0])
-        self.kernel(a, parts["mdK"], parts["mdV"], num_items).launch(
+        self.kernel(a, tables, parts["mdK"], parts["mdV"]).launch(
             grid=[a.numbers.columns * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, a: SelectionBackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor, num_items: Int32) -> None:
+    def kernel(
+        self, a: SelectionBackwardArguments, tables: SelectionTables, mdK: cute.Tensor, mdV: cute.Tensor
+    ) -> None:
         """Sums up a block."""
         c, n = self.config, a.numbers
         thread, _, _ = cute.arch.thread_idx()
@@ -94,10 +106,9 @@ class SelectionKeyGradients:
         first = batch * units + head * of_head - n.first_unit
         for unit_idx in cutlass.range(cutlass.max(first, 0), cutlass.min(first + of_head, n.num_units), unroll=1):
             unit = SelectedUnit.of(c, a, unit_idx)
-            spans = cute.domain_offset((unit.set * (n.columns + 1) + column,), a.mItemSpans)
-            start, stop = spans[0], spans[1]
+            start, stop = tables.mItemSpans[unit.set, column], tables.mItemSpans[unit.set, column + 1]
             if start < stop:
-                fields = cute.domain_offset(((unit.set * num_items + start) * ITEM_FIELDS,), a.mItems)
+                fields = tables.mItems[unit.set, start, None]
                 k = rows_of(a.mK, a.mCuSeqlensK, None, fields[2])
                 rows = cutlass.min(k.length - fields[3], c.tile_n)
                 for mX, mSums, scale in ((mdK, a.mdK, n.softmax_scale), (mdV, a.mdV, Float32(1.0))):

@@ -14,6 +14,7 @@ from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.rows import numbers_first, rounded, rows_first
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.softmax import finalize
 
 _THREADS = 256
@@ -28,15 +29,17 @@ class SelectionMerge:
         self.lanes = config.tile_dv // _VECTOR
 
     @cute.jit
-    def __call__(self, a: SelectionArguments, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: SelectionArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel behind the one that has filled ``parts`` (``kernels.selection.workspace_parts``)."""
         n = a.numbers
         rows = n.num_units * n.num_rows * self.config.group
         grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]
-        self.kernel(a, parts["mOut"], parts["mLSE"]).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(a, tables.mColumns, parts["mOut"], parts["mLSE"]).launch(
+            grid=grid, block=[_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, a: SelectionArguments, mOut: cute.Tensor, mLSE: cute.Tensor) -> None:
+    def kernel(self, a: SelectionArguments, mColumns: cute.Tensor, mOut: cute.Tensor, mLSE: cute.Tensor) -> None:
         """Merges the picks of some rows."""
         n, group = a.numbers, self.config.group
         thread, _, _ = cute.arch.thread_idx()
@@ -44,12 +47,13 @@ class SelectionMerge:
         index = index * (_THREADS // self.lanes) + thread // self.lanes
         row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
         if unit_idx < n.num_units:
-            self._merge(a, mOut, mLSE, unit_idx, row, index % group, thread % self.lanes)
+            self._merge(a, mColumns, mOut, mLSE, unit_idx, row, index % group, thread % self.lanes)
 
     @cute.jit
     def _merge(
         self,
         a: SelectionArguments,
+        mColumns: cute.Tensor,
         mOut: cute.Tensor,
         mLSE: cute.Tensor,
         unit_idx: Int32,
@@ -60,7 +64,7 @@ class SelectionMerge:
         """Merges the picks of a unit's row of the launch, for a head of the group, into a vector of out."""
         c, n, packed = self.config, a.numbers, self.config.features.packed
         unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
-        columns = cute.domain_offset((Int64(unit.set) * (n.num_rows * n.top) + pick,), a.mColumns)
+        columns = cute.domain_offset((pick,), mColumns[unit.set, None])
         lse_of = cute.domain_offset((Int64(pick),), mLSE[unit_idx, None, in_group])
         out_of = cute.domain_offset((Int64(pick), 0), mOut[unit_idx, None, None])  # of more than 2^31 numbers
         row_max, row_sum = -Float32.inf, Float32(0.0)
@@ -79,6 +83,7 @@ class SelectionMerge:
         head = unit.number * c.group + in_group
         sink = a.mSink[head] if const_expr(a.mSink is not None) else None
         factor, lse = finalize(row_sum, row_max, sink, False)
+        lse = lse if columns[0] <= n.columns else -Float32.inf  # of a row of padding, which has no sink either
         row, entry = n.first_row + row, Int32(0) if const_expr(packed) else unit.batch
         gLSE, gO = numbers_first(a.mLSE, packed)[None, head, entry], rows_first(a.mO, packed)[row, None, head, entry]
         if lane == 0:

@@ -27,9 +27,10 @@ from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
+from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, workspace_parts
+from flash_attn_cute.kernels.selection import TILE_ROWS, workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
@@ -71,10 +72,10 @@ class SelectionSm90(ItemKernel):
             O=self.head_tiles(cpasync.CopyBulkTensorTileS2GOp(), mOut),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
-        num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
-        kernel = self.kernel(self.mmas(), tma, parts["mLSE"], a, num_items, scales)
-        self.launch(kernel, num_items * n.num_units, stream)
-        self.merge(a, parts, stream)
+        tables = self.tables(a, stream)
+        kernel = self.kernel(self.mmas(), tma, parts["mLSE"], a, tables, scales)
+        self.launch(kernel, n.num_items * n.num_units, stream)
+        self.merge(a, tables, parts, stream)
 
     def mmas(self) -> ForwardMmas:
         """See ``MainKernel``."""
@@ -99,24 +100,24 @@ class SelectionSm90(ItemKernel):
         tma: ForwardTiles,
         mLSE: cute.Tensor,
         a: SelectionArguments,
-        num_items: Int32,
+        tables: SelectionTables,
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory, then splits into roles."""
         schedule = self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index, _, _ = cute.arch.block_idx()
-        unit_idx, number = index // num_items, index % num_items
+        unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
         shared = self.set_up(_Shared, tma, warp_idx)
         unit = SelectedUnit.of(self.config, a, unit_idx)
-        item = Item.of(a, unit, number, num_items)
+        item = Item.of(a, tables, unit, number)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             if item.start < item.stop:
                 if warp_idx == 0:
                     self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
                 if warp_idx < self.config.num_mma_warpgroups:
-                    self.transfers.load_picks(a, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
+                    self.transfers.load_picks(a, tables.mEntries, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernels
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
@@ -22,6 +23,7 @@ class ItemKernel(MainKernel):
     def __init__(self, config: SelectedConfig):
         super().__init__(config, selection_schedule(config), swizzled)
         self.transfers = SelectionTransfers(config)
+        self.tables = SelectionTableKernels(config)
 
     def block_tiles(self, name: str, mX: cute.Tensor) -> RowTiles:
         """TMA tiles of k or v: loads of a block of keys into the buffer of that name."""

@@ -5,13 +5,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
+from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS
 from flash_attn_cute.kernels.sm90.shared import swizzled
@@ -50,10 +51,10 @@ class Item:
 
     @staticmethod
     @cute.jit
-    def of(a: SelectionArguments, unit: cutlass.Constexpr, number: Int32, num_items: Int32) -> "Item":
+    def of(a: SelectionArguments, tables: SelectionTables, unit: cutlass.Constexpr, number: Int32) -> "Item":
         """Reads an item of a unit's set."""
         fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
-        cute.autovec_copy(cute.local_tile(a.mItems, (ITEM_FIELDS,), (unit.set * num_items + number,)), fields)
+        cute.autovec_copy(tables.mItems[unit.set, number, None], fields)
         q, k = (rows_of(x, offsets, None, fields[2]) for x, offsets in ((a.mQ, a.mCuSeqlensQ), (a.mK, a.mCuSeqlensK)))
         return Item(fields[0], fields[1], fields[3], q, k)
 
@@ -108,6 +109,7 @@ class SelectionTransfers:
     def load_picks(
         self,
         a: SelectionArguments,
+        mEntries: cute.Tensor,
         unit: cutlass.Constexpr,
         item: cutlass.Constexpr,
         loads: cutlass.Constexpr,
@@ -120,6 +122,7 @@ class SelectionTransfers:
 
         Args:
             a: of the launch.
+            mEntries: (set, pick), see ``SelectionTables``.
             unit: whose heads.
             item: whose picks.
             loads: TMA tiles over (heads, d, row, batch), and where they go: (row, column, stage, warpgroup).
@@ -129,7 +132,7 @@ class SelectionTransfers:
         c, top, lane = self.config, a.numbers.top, cute.arch.lane_idx()
         batch = Int32(0) if const_expr(c.features.packed) else unit.batch
         ring, picks, first_head = shared.q_ring(warpgroup), c.picks_a_tile, unit.number * c.group
-        entries = cute.domain_offset((Int64(unit.set) * (a.numbers.num_rows * top),), a.mEntries)
+        entries = mEntries[unit.set, None]
         step = Int32(0)
         for first in cutlass.range(item.start + warpgroup * picks, item.stop, c.num_mma_warpgroups * picks, unroll=1):
             own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, _LANES)]

@@ -27,9 +27,10 @@ from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidd
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
 from flash_attn_cute.kernels.common.selection_preprocess import SelectionPreprocess
+from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS, backward_workspace_parts
+from flash_attn_cute.kernels.selection import TILE_ROWS, backward_workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_columns, store_row, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
@@ -81,8 +82,7 @@ class SelectionBackwardSm90(ItemKernel):
         """Launches the kernel, a CTA an item, one ahead, and two behind."""
         c, a, n = self.config, arguments, arguments.numbers
         self.Storage = self.memory.struct()
-        num_items = a.mItems.shape[0] // (n.sets_batch * n.sets_heads * ITEM_FIELDS)
-        sizes = backward_workspace_parts(c, n.num_units, n.num_rows, n.num_rows * n.top, num_items)
+        sizes = backward_workspace_parts(c, n.num_units, n.num_rows, n.num_rows * n.top, n.num_items)
         parts = carved(a.mWorkspace, sizes, Float32)
         tma = _Tma(
             Q=self.loads_of_heads(a.mQ),
@@ -91,12 +91,13 @@ class SelectionBackwardSm90(ItemKernel):
             dO=self.loads_of_heads(a.mdO),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
+        tables = self.tables(a, stream)
         self.preprocess(a, parts, stream)
         results = [parts[name] for name in ("mLSE", "mDelta", "mdQ", "mdK", "mdV")]
-        kernel = self.kernel(self.mmas(), tma, a, *results, num_items, scales)
-        self.launch(kernel, num_items * n.num_units, stream)
-        self.query_gradients(a, parts, stream)
-        self.key_gradients(a, parts, num_items, stream)
+        kernel = self.kernel(self.mmas(), tma, a, tables, *results, scales)
+        self.launch(kernel, n.num_items * n.num_units, stream)
+        self.query_gradients(a, tables, parts["mdQ"], stream)
+        self.key_gradients(a, tables, parts, stream)
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
@@ -115,22 +116,22 @@ class SelectionBackwardSm90(ItemKernel):
         mmas: _Mmas,
         tma: _Tma,
         a: SelectionBackwardArguments,
+        tables: SelectionTables,
         mLSE: cute.Tensor,
         mDelta: cute.Tensor,
         mdQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        num_items: Int32,
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory, then splits into roles."""
         schedule = self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index, _, _ = cute.arch.block_idx()
-        unit_idx, number = index // num_items, index % num_items
+        unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
         shared = self.set_up(_Shared, tma, warp_idx)
         unit = SelectedUnit.of(self.config, a, unit_idx)
-        item = Item.of(a, unit, number, num_items)
+        item = Item.of(a, tables, unit, number)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             if item.start < item.stop:
@@ -138,7 +139,7 @@ class SelectionBackwardSm90(ItemKernel):
                     self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
                 if warp_idx < self.config.num_mma_warpgroups:
                     loads = ((tma.Q, shared.sQ), (tma.dO, shared.sdO))
-                    self.transfers.load_picks(a, unit, item, loads, shared, warp_idx)
+                    self.transfers.load_picks(a, tables.mEntries, unit, item, loads, shared, warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:

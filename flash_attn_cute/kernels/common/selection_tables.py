@@ -1,0 +1,311 @@
+"""Tables of a selection: which queries select each key block, for kernels that go over key blocks.
+
+A pick is a query and a block that it selects. Its number is ``top`` times the query's row, counted from the launch's
+first, plus the block's rank. Columns are the key blocks of all sequences. A set is a selection, of a batch entry and
+some heads.
+
+The tables list the picks of each column in ascending order. They are made by a stable counting sort, in three kernels:
+
+1. ``PickCounts``: a warp counts the picks of a chunk by their columns, which it also writes.
+2. ``PickItems``: a CTA a set turns counts into places, and cuts columns into items.
+3. ``PickPlaces``: a warp writes the picks of its chunk to their places.
+
+Lanes with picks of one column find their ranks by ``match.sync``, so that nothing depends on the order of atomics. A
+table of counts has as many numbers as there are chunks and columns. Chunks grow with the number of columns
+(``kernels.selection.chunk_picks``), so that it takes at most a quarter of the bytes of the picks.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of, sequence_of_row
+from flash_attn_cute.kernels.common.score import visible_columns
+from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, PICKS_AT_ONCE, table_parts
+
+_LANES = 32
+_WARPS = 4  # of a CTA that counts or places
+_COLUMNS = 2048  # whose counters a warp has in shared memory; if there are more, several warps read a chunk
+_THREADS = _LANES * _LANES  # of a CTA that makes items
+_CHUNKS_AT_ONCE = 16  # whose counts a thread reads together
+
+
+class SelectionTables(NamedTuple):
+    """Tables of some query rows."""
+
+    mColumns: cute.Tensor  # (set, pick): ``columns`` if it sees no key, one more in a row of padding
+    mEntries: cute.Tensor  # (set, pick): numbers of picks by columns; behind those of the last column anything
+    mItems: cute.Tensor  # (set, item, 4): first entry and that behind the last, sequence, and first key of the block
+    mItemSpans: cute.Tensor  # (set, column, and one behind the last): the first item of each column
+    mStarts: cute.Tensor  # (set, column): the first entry of each column
+    mCounts: cute.Tensor  # (set, chunk, column): picks of the chunk; and then those of the chunks before
+
+
+class SelectionTableKernels:
+    """The kernels that make the tables."""
+
+    def __init__(self, config: Any):
+        self.kernels = PickCounts(config), PickItems(config), PickPlaces(config)
+
+    @cute.jit
+    def __call__(self, a: Any, stream) -> SelectionTables:  # type: ignore[no-untyped-def]
+        """Launches the kernels, if the launch is the first for its rows; later ones find the tables of the first."""
+        tables = SelectionTables(**carved(a.mTables, table_parts(a.numbers), Int32))
+        if a.numbers.first_unit == 0:
+            for kernel in self.kernels:
+                kernel(a, tables, stream)
+        return tables
+
+
+class _Chunks:
+    """What the kernels that count and that place picks share: a warp goes over a chunk, in steps of a pick a lane."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel: a warp a chunk of a set and ``_COLUMNS`` columns."""
+        sets, chunks, columns = tables.mCounts.shape
+        grid = sets * cute.ceil_div(columns, _COLUMNS) * cute.ceil_div(chunks, _WARPS)
+        self.kernel(a, tables).launch(grid=[grid, 1, 1], block=[_LANES * _WARPS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: Any, tables: SelectionTables) -> None:
+        """Goes over some chunks of a set."""
+        index, _, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        smem = cutlass.memory.SmemAllocator()
+        counters = smem.allocate_tensor(Int32, cute.make_layout((_COLUMNS, _WARPS)))[None, warp]
+        _, chunks, columns = tables.mCounts.shape
+        groups, ranges = cute.ceil_div(chunks, _WARPS), cute.ceil_div(columns, _COLUMNS)
+        chunk, first = index % groups * _WARPS + warp, index // groups % ranges * _COLUMNS
+        which, num = index // (groups * ranges), cutlass.min(columns - first, _COLUMNS)
+        if chunk < chunks:
+            for column in cutlass.range(lane, num, _LANES, unroll=4):
+                counters[column] = self.begin(tables, which, chunk, first + column)
+            cute.arch.sync_warp()
+            start = chunk * a.numbers.chunk_picks
+            stop = cutlass.min(start + a.numbers.chunk_picks, tables.mColumns.shape[1])
+            for some in cutlass.range(start, stop, PICKS_AT_ONCE, unroll=1):
+                picks = [some + i + lane for i in range(0, PICKS_AT_ONCE, _LANES)]
+                found = [self.read(a, tables, which, cutlass.min(pick, stop - 1)) for pick in picks]
+                for i in cutlass.range_constexpr(len(picks)):
+                    column = self.column_of(a, tables, which, picks[i], stop, first, found[i])
+                    self.take(tables, which, picks[i], column - first, num, counters)
+            for column in cutlass.range(lane, num, _LANES, unroll=4):
+                self.end(tables, which, chunk, first + column, counters[column])
+
+    @cute.jit
+    def take(
+        self, tables: SelectionTables, which: Int32, pick: Int32, column: Int32, num: Int32, counters: cute.Tensor
+    ) -> None:
+        """Raises the counter of each lane's column, if that is one of ``num``; places picks by what it was before."""
+        is_counted = column >= 0 and column < num
+        peers = Int32(cute.arch.match_sync(-1, column))
+        rank = cute.arch.popc(peers & ((1 << cute.arch.lane_idx()) - 1))
+        place = Int32(0)
+        if is_counted:
+            place = counters[column] + rank
+            self.put(tables, which, pick, place)
+        cute.arch.sync_warp()
+        if is_counted and rank == 0:
+            counters[column] = place + cute.arch.popc(peers)
+        cute.arch.sync_warp()
+
+
+class PickCounts(_Chunks):
+    """The kernel that counts the picks of each chunk and column, and writes their columns."""
+
+    def begin(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32) -> Int32:
+        """Counts start at 0."""
+        del tables, which, chunk, column
+        return Int32(0)
+
+    def read(self, a: Any, tables: SelectionTables, which: Int32, pick: Int32) -> Int32:
+        """The selected block that a pick's is a part of."""
+        del tables
+        n = a.numbers
+        row, rank = n.first_row + pick // n.top, pick % n.top
+        return a.mSelected[which // n.sets_heads, which % n.sets_heads, row, rank // n.parts]
+
+    @cute.jit
+    def column_of(
+        self, a: Any, tables: SelectionTables, which: Int32, pick: Int32, stop: Int32, first: Int32, selected: Int32
+    ) -> Int32:
+        """Column of a pick below ``stop``, else -1; written by the warps of the first columns."""
+        n = a.numbers
+        block = selected * n.parts + pick % n.top % n.parts
+        column = self._find(a, n.first_row + cutlass.min(pick, stop - 1) // n.top, block)
+        if first == 0 and pick < stop:
+            tables.mColumns[which, pick] = column
+        return column if pick < stop else Int32(-1)
+
+    @cute.jit
+    def _find(self, a: Any, row: Int32, block: Int32) -> Int32:
+        """Column of a block that a row selects."""
+        features, size, columns, sequence = self.config.features, self.config.tile_n, a.numbers.columns, Int32(0)
+        is_real = Boolean(True)
+        if const_expr(features.packed):
+            last = a.mCuSeqlensQ.shape[0] - 2
+            sequence = sequence_of_row(a.mCuSeqlensQ, row, a.mQ.shape[0])
+            is_real = sequence >= 0 and sequence <= last
+            sequence = cutlass.max(cutlass.min(sequence, last), 0)
+        q, k = _rows_of(a, sequence)
+        is_real = is_real and row - q.start < q.length
+        window, edges = Window.of(features, a, q.length, k.length), Edges(left=features.left, right=True)
+        start, stop = visible_columns(row - q.start, Int32(0), k.length, window, edges)
+        start = cutlass.max(start, 0)
+        is_seen = start < stop and (block + 1) * size > start and block * size < stop
+        hidden = columns if is_real else columns + 1
+        return _first_column(self.config, k, sequence) + block if is_real and is_seen else hidden
+
+    def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
+        """Nothing is placed yet."""
+
+    def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:
+        """Writes a count."""
+        tables.mCounts[which, chunk, column] = counter
+
+
+class PickPlaces(_Chunks):
+    """The kernel that writes picks to their places."""
+
+    def begin(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32) -> Int32:
+        """The place of the column's first pick in the chunk."""
+        return tables.mStarts[which, column] + tables.mCounts[which, chunk, column]
+
+    def read(self, a: Any, tables: SelectionTables, which: Int32, pick: Int32) -> Int32:
+        """The column of a pick."""
+        del a
+        return tables.mColumns[which, pick]
+
+    def column_of(
+        self, a: Any, tables: SelectionTables, which: Int32, pick: Int32, stop: Int32, first: Int32, column: Int32
+    ) -> Int32:
+        """Column of a pick below ``stop``, else -1."""
+        del a, tables, which, first
+        return cutlass.select_(pick < stop, column, Int32(-1))
+
+    def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
+        """Writes a pick."""
+        tables.mEntries[which, place] = pick
+
+    def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:
+        """Counters are not read again."""
+
+
+class PickItems:
+    """The kernel that turns counts into places, and cuts columns into items of ``item_picks`` at the most."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel, a CTA a set."""
+        self.kernel(a, tables).launch(grid=[tables.mCounts.shape[0], 1, 1], block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: Any, tables: SelectionTables) -> None:
+        """Goes over the columns of a set, one a thread."""
+        which, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        sWarps = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // _LANES))
+        n, columns, picks, items = a.numbers, tables.mStarts.shape[1], Int32(0), Int32(0)
+        for first in cutlass.range(0, columns, _THREADS, unroll=1):
+            column, total = first + thread, Int32(0)
+            if column < columns:
+                total = self._sum(tables.mCounts[which, None, column])
+            start, all_picks = _scanned(total, sWarps)
+            item, all_items = _scanned(cute.ceil_div(total, n.item_picks), sWarps)
+            if column < columns:
+                tables.mStarts[which, column] = picks + start
+                tables.mItemSpans[which, column] = items + item
+                self._write(a, tables, which, column, items + item, picks + start, picks + start + total)
+            picks, items = picks + all_picks, items + all_items
+        if thread == 0:
+            tables.mItemSpans[which, columns] = items
+        for item in cutlass.range(items + thread, tables.mItems.shape[1], _THREADS, unroll=1):
+            for i in cutlass.range_constexpr(ITEM_FIELDS):
+                tables.mItems[which, item, i] = Int32(0)
+
+    @cute.jit
+    def _sum(self, mCounts: cute.Tensor) -> Int32:
+        """Sum of the counts of chunks, each of which is replaced by the sum of those before."""
+        total, chunks = Int32(0), mCounts.shape[0]
+        counts = cute.make_rmem_tensor(_CHUNKS_AT_ONCE, Int32)
+        for first in cutlass.range(0, chunks, _CHUNKS_AT_ONCE, unroll=1):
+            for i in cutlass.range_constexpr(_CHUNKS_AT_ONCE):  # all in flight before the first is needed
+                counts[i] = mCounts[first + i] if first + i < chunks else Int32(0)
+            for i in cutlass.range_constexpr(_CHUNKS_AT_ONCE):
+                if first + i < chunks:
+                    mCounts[first + i] = total
+                total += counts[i]
+        return total
+
+    @cute.jit
+    def _write(
+        self, a: Any, tables: SelectionTables, which: Int32, column: Int32, item: Int32, start: Int32, stop: Int32
+    ) -> None:
+        """Writes the items of a column with the entries start .. stop."""
+        sequence, first_key, size = Int32(0), column * self.config.tile_n, a.numbers.item_picks
+        if const_expr(self.config.features.packed):
+            sequence = self._sequence_of(a, column)
+            first_key = (column - _first_column(self.config, _rows_of(a, sequence)[1], sequence)) * self.config.tile_n
+        for first in cutlass.range(start, stop, size, unroll=1):
+            fields = first, cutlass.min(first + size, stop), sequence, first_key
+            for i in cutlass.range_constexpr(ITEM_FIELDS):
+                tables.mItems[which, item, i] = fields[i]
+            item += 1
+
+    @cute.jit
+    def _sequence_of(self, a: Any, column: Int32) -> Int32:
+        """The last sequence whose first column is not behind this one."""
+        low, high = Int32(0), a.mCuSeqlensK.shape[0] - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _first_column(self.config, _rows_of(a, middle)[1], middle) <= column:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _rows_of(a: Any, sequence: Int32) -> tuple[SeqRows, SeqRows]:
+    """Queries and keys of a sequence."""
+    return rows_of(a.mQ, a.mCuSeqlensQ, None, sequence), rows_of(a.mK, a.mCuSeqlensK, None, sequence)
+
+
+def _first_column(config: Any, k: SeqRows, sequence: Int32) -> Int32:
+    """First column of a sequence: never fewer than it needs lie ahead of the next one's."""
+    return k.start // config.tile_n + sequence
+
+
+@cute.jit
+def _scanned(x: Int32, sWarps: cute.Tensor) -> tuple[Int32, Int32]:
+    """Sum of the numbers of all threads before this one, and of all threads of the CTA."""
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    until = _until(x)
+    if lane == _LANES - 1:
+        sWarps[warp] = until
+    cute.arch.sync_threads()
+    warps = sWarps[lane]
+    until_warps = _until(warps)
+    cute.arch.sync_threads()  # before a next call
+    before = cute.arch.shuffle_sync(until_warps - warps, warp) + until - x
+    return before, cute.arch.shuffle_sync(until_warps, _LANES - 1)
+
+
+@cute.jit
+def _until(x: Int32) -> Int32:
+    """Sum of the numbers of the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(_LANES.bit_length() - 1):
+        before = cute.arch.shuffle_sync(x, lane - (1 << i))
+        x += before if lane >= 1 << i else Int32(0)
+    return x
