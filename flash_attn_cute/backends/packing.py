@@ -9,11 +9,14 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
 def as_packed(inputs: AttentionInputs) -> AttentionInputs:
-    """Rewrites a dense batch with padding as packed sequences whose slots have one size."""
+    """Rewrites a dense batch with padding as packed sequences whose slots have one size; selected blocks are copied."""
     q, k, v = inputs.q, inputs.k, inputs.v
     cu_q, cu_k = (torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device).mul_(x.shape[1]) for x in (q, k))
+    selected = inputs.selected
+    if selected is not None:
+        selected = selected.expand(q.shape[0], -1, -1, -1).transpose(0, 1).flatten(1, 2)[None]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, selected=selected)
 
 
 def over_scores(inputs: AttentionInputs) -> AttentionInputs:

@@ -72,6 +72,7 @@ _RESIDUAL = Argument(RESIDUAL, when="features.residual")
 _OFFSETS = Argument(INTS, when="features.packed")
 _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
+_MAX_LOGITS = Argument(FLOATS, when="features.max_logits")  # (heads,), -inf before; raised
 _MASK = Argument(MASK, when="features.mask")  # 0: hidden
 _BIAS = Argument(BIAS, when="features.bias")
 _ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
@@ -120,7 +121,7 @@ class ForwardArguments(NamedTuple):
     mO: Annotated[Any, _RESULT]
     mResidual: Annotated[Any, _RESIDUAL]
     mLSE: Annotated[Any, _ROW_NUMBERS]
-    mMaxLogits: Annotated[Any, Argument(FLOATS, when="features.max_logits")]  # (heads,), -inf before; raised
+    mMaxLogits: Annotated[Any, _MAX_LOGITS]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
@@ -269,8 +270,11 @@ class SelectionArguments(NamedTuple):
     mV: Annotated[Any, _ROWS]
     mO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
+    mMaxLogits: Annotated[Any, _MAX_LOGITS]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
     mSelected: Annotated[Any, _SELECTED]  # (batch, heads, rows, top / parts), of all rows
     mTables: Annotated[Any, Argument(BYTES)]  # room for ``kernels.selection.table_parts``; launches for rows share it
@@ -293,6 +297,8 @@ class SelectionBackwardArguments(NamedTuple):
     mdV: Annotated[Any, Argument(SUMS)]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
     mSelected: Annotated[Any, _SELECTED]  # as in ``SelectionArguments``
     mTables: Annotated[Any, Argument(BYTES)]
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.backward_workspace_parts``

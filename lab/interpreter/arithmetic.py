@@ -198,7 +198,7 @@ def _vote(s: Statement) -> Effect:
 
 
 def _match(s: Statement) -> Effect:
-    """Of each lane, as bits, which lanes have its value."""
+    """Writes, for each lane, the bits of the lanes that have its value."""
     write, read = s.target(s.operands[0]), s.source(s.operands[1], "b32")
 
     def match(warp: Warp, mask: Mask) -> None:

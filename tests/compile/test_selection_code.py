@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
+from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, PICKS_AT_ONCE
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from tests.lib.compiled import machine_code
 from tests.lib.tiers import tiered
 
-_EVERYTHING = dict.fromkeys(("packed", "left", "right", "softcap", "sink"), True)
+_FEATURES = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
+_EVERYTHING = dict.fromkeys((*_FEATURES, "sink", "max_logits"), True)
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}-block{block}": {"d": d, "block": block, "right": True} for d in HEAD_DIMS for block in BLOCKS},
-    **{f"group{group}": {"group": group, "right": True} for group in (1, 4, 64)},
+    **{f"group{group}": {"group": group, "right": True, "max_logits": group < 64} for group in (1, 4, 64)},
     **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in BLOCKS},
     "d64-dv128": {"d": 64, "d_v": 128},
 }
@@ -34,9 +35,11 @@ def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
     assert "UTMASTG" in sass
     for instruction in ("LDG", "STG"):
         assert re.search(rf"\b{instruction}\.E\.128", merging)
+    for name in ("PickCounts", "PickPlaces"):
+        assert len(re.findall(r"\bMATCH\b", code[name][0])) == PICKS_AT_ONCE // 32
 
 
-_BACKWARD_EVERYTHING = dict.fromkeys(("packed", "left", "right", "softcap", "dlse"), True)
+_BACKWARD_EVERYTHING = dict.fromkeys((*_FEATURES, "dlse"), True)
 BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}": {"d": d, "right": True} for d in HEAD_DIMS},
     **{f"group{group}": {"group": group} for group in (1, 4, 64)},

@@ -25,7 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "head_dim": 128, "packed": True,
                "causal": True, "sink": True, "softcap": 3.0},
     "packed-window": {"q": [20, 17, 31], "k": [70, 0, 129], "nheads": 6, "nheads_k": 2, "packed": True,
-                      "window_size": (40, 10), "top": 4},
+                      "window_size": (40, 10), "top": 4, "seqused": True},
+    "padded": {"q": [20, 33, 0], "k": [130, 64, 9], "nheads": 4, "nheads_k": 2, "causal": True, "sink": True,
+               "seqused": True},
+    "softcap": {"q": [40], "k": [130], "nheads": 4, "causal": True, "softcap": 3.0},
     "many-tiles": {"q": [100], "k": [60], "nheads": 16},
     "no-keys": {"q": [9, 3], "k": [0, 0], "packed": True, "sink": True},
 }  # fmt: skip
@@ -49,6 +52,15 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
 def test_forward(options: dict[str, Any]) -> None:
     for seed in range(1 if options.get("head_dim", 64) > 64 else 2):
         check(*drawn(options, seed))
+
+
+@pytest.mark.parametrize("options", tiered(CASES, "padded", values=True))
+def test_max_logits(options: dict[str, Any]) -> None:
+    """The largest logits of visible keys alone; out and lse have the bits that they have without them."""
+    call, rng = drawn(options, 0)
+    found, without = check(call, rng, max_logits=True), results_of(call, rng)
+    assert bitwise_equal(found.out, without.out)
+    assert bitwise_equal(found.lse, without.lse)
 
 
 @pytest.mark.parametrize("late", ["loads", pytest.param("stores", marks=pytest.mark.slow), "warpgroups"])

@@ -39,10 +39,22 @@ def made(call: Call, rng: random.Random, **replaced: Any) -> tuple[dict[str, Ten
     parts = table_parts(numbers)
     room = torch.full((workspace_bytes(parts),), 255, dtype=torch.uint8)
     arguments = SelectionArguments(
-        mQ=inputs.q, mK=inputs.k, mV=inputs.v, mO=torch.empty_like(inputs.q), mLSE=torch.empty(inputs.lse_shape),
-        mCuSeqlensQ=inputs.cu_seqlens_q, mCuSeqlensK=inputs.cu_seqlens_k, mSink=None, mSelected=inputs.selected,
-        mTables=room, mWorkspace=torch.empty(planned.workspace_size, dtype=torch.uint8), numbers=numbers,
-    )  # fmt: skip
+        mQ=inputs.q,
+        mK=inputs.k,
+        mV=inputs.v,
+        mO=torch.empty_like(inputs.q),
+        mLSE=torch.empty(inputs.lse_shape),
+        mMaxLogits=None,
+        mCuSeqlensQ=inputs.cu_seqlens_q,
+        mCuSeqlensK=inputs.cu_seqlens_k,
+        mSeqUsedQ=inputs.seqused_q,
+        mSeqUsedK=inputs.seqused_k,
+        mSink=None,
+        mSelected=inputs.selected,
+        mTables=room,
+        mWorkspace=torch.empty(planned.workspace_size, dtype=torch.uint8),
+        numbers=numbers,
+    )
     Executed(types.SimpleNamespace(config=planned.config), rng, only="Pick")(arguments)
     tables, place = {}, 0
     for name, shape in parts.items():
@@ -107,9 +119,9 @@ def check(call: Call, rng: random.Random, rows: tuple[int, int], item_picks: int
 
 
 def drawn(lengths: list[tuple[int, int]], rng: random.Random, packed: bool, top: int = 4, **options: Any) -> Call:
-    """A call of three heads a group, so that heads are no rows of a tile together, whoever selects."""
+    """A call of three heads a group, so that each head has tiles of its own."""
     torch.manual_seed(rng.getrandbits(32))
-    options |= {"nheads": 6, "nheads_k": 2, "packed": packed, "dtype": torch.bfloat16}
+    options |= {"seqused": packed, "nheads": 6, "nheads_k": 2, "packed": packed, "dtype": torch.bfloat16}
     options |= {"window_size": (rng.choice([0, 30, 1000]), rng.choice([0, 20, 1000]))}
     call = random_call(*map(list, zip(*lengths, strict=True)), **options)
     return random_selection(call, rng, rng.choice([BLOCK, 3 * BLOCK]), top)

@@ -36,9 +36,9 @@ def results(call: Call) -> dict[str, Tensor]:
 def check(rng: random.Random) -> None:
     torch.manual_seed(rng.randrange(2**31))
     nheads_k, group = rng.randint(1, 2), rng.choice([1, 2, 3, 4, 8, 16, 32])
-    packed, batch = rng.random() < 0.5, rng.randint(1, 3)
+    packed, seqused, batch = rng.random() < 0.5, rng.random() < 0.3, rng.randint(1, 3)
     lengths = [(rng.choice(LENGTHS), rng.choice(LENGTHS)) for _ in range(batch)]
-    lengths = lengths if packed else lengths[:1] * batch
+    lengths = lengths if packed or seqused else lengths[:1] * batch
     call = random_call(
         *map(list, zip(*lengths, strict=True)),
         nheads=nheads_k * group,
@@ -47,14 +47,16 @@ def check(rng: random.Random) -> None:
         head_dim_v=rng.choice([None, None, 64, 128]),
         dtype=rng.choice([torch.bfloat16, torch.float16]),
         packed=packed,
+        seqused=seqused,
         causal=rng.random() < 0.5,
         window_size=(rng.choice([None, None, 0, 90]), rng.choice([None, None, 3, 150])),
         softcap=rng.choice([0.0, 0.0, 2.0]),
         sink=rng.random() < 0.3,
         device="cuda",
     )
-    call = random_selection(call, rng, rng.choice([64, 128]), rng.choice([0, 1, 2, 5, 16]))
-    assert_matches_oracle(call, through_lse=rng.random() < 0.5, backend="sm90")
+    call = random_selection(call, rng, rng.choice([64, 128, 192]), rng.choice([0, 1, 2, 5, 16]))
+    max_logits = rng.random() < 0.3
+    assert_matches_oracle(call, through_lse=rng.random() < 0.5, return_max_logits=max_logits, backend="sm90")
 
 
 def test_random_selections(fuzz_seconds: float) -> None:

@@ -182,9 +182,6 @@ class CuteBackend:
         else:
             out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
         max_logits = q.new_full((spec.nheads,), -torch.inf, dtype=torch.float32) if spec.max_logits else None
-        if spec.selection_block:
-            lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
-            return selection.forward(self.launch_of, spec, inputs, Results(out, lse))
         residual = None
         if spec.precise_gradients:
             residual = q.new_empty(*q.shape[:-1], residual_columns(spec.head_dim_v), dtype=torch.int8)
@@ -258,6 +255,9 @@ class CuteBackend:
         return Gradients(dq, dk, dv, dbias, dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
+        if spec.selection_block:
+            selection.forward(self.launch_of, spec, inputs, results)
+            return
         inputs = with_a_key(inputs)
         sink = inputs.learnable_sink
         launch = self._forward_launch(spec, inputs)

@@ -1,5 +1,6 @@
 """Launches of both passes of a call, of which there are shapes alone, for people to read."""
 
+import math
 from typing import Any
 
 from flash_attn_cute.backends.base import PassPlan
@@ -70,6 +71,8 @@ def planned_selection(
     """
     if not (inputs.q.numel() and inputs.k.numel()):
         return None, None
+    if spec.has_seqused and not inputs.packed:
+        inputs, selected = as_packed(inputs), (1, selected[1], math.prod(inputs.q.shape[:2]), selected[3])
     shapes = plan.Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), 0)
     forward = plan_selection(architecture, spec, shapes, selected, num_sms)
     backward = plan_selection_backward(architecture, spec, shapes, selected, num_sms)

@@ -12,6 +12,7 @@ from flash_attn_cute.backends.cute.layouts import aligned, compact, with_a_key
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
+from flash_attn_cute.backends.packing import as_packed
 from flash_attn_cute.kernels.arguments import (
     SelectionArguments,
     SelectionBackwardArguments,
@@ -24,16 +25,16 @@ _LOG2_E = math.log2(math.e)
 LaunchOf = Callable[..., tuple[Any, SelectionPlan, bool]]  # ``CuteBackend.launch_of``
 
 
-def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> Results:
-    """Fills out and lse of a call."""
-    if not results.out.numel():
-        return results
-    if not (num_sequences(inputs) if spec.packed else inputs.k.numel()):
-        return _without_keys(inputs, results)
+def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, results: Results) -> None:
+    """Fills out and lse of a call with at least a query, and raises its largest logits; one with padding is packed."""
+    if inputs.packed and not num_sequences(inputs):
+        results.out.zero_()
+        results.lse.fill_(-torch.inf)
+        return
     inputs = with_a_key(inputs)
     kernel, planned, _ = launch_of(plan_selection, inputs.q.device, spec, *_shapes(inputs))
     q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
-    offsets_q, offsets_k = (None if x is None else compact(x) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+    offsets_q, offsets_k, used_q, used_k = _lengths(inputs)
     sink = None if inputs.learnable_sink is None else compact(inputs.learnable_sink.float())
     tables, workspace = _workspace(planned, q)
     arguments = SelectionArguments(
@@ -42,8 +43,11 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
         mV=v,
         mO=results.out,
         mLSE=results.lse,
+        mMaxLogits=results.max_logits,
         mCuSeqlensQ=offsets_q,
         mCuSeqlensK=offsets_k,
+        mSeqUsedQ=used_q,
+        mSeqUsedK=used_k,
         mSink=sink,
         mSelected=inputs.selected,
         mTables=tables,
@@ -52,7 +56,12 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
     )
     for numbers in _launches(planned):
         kernel(arguments._replace(numbers=numbers))
-    return results
+
+
+def _lengths(inputs: AttentionInputs) -> list[Tensor | None]:
+    """Offsets and real lengths of sequences, of queries and of keys, as kernels read them."""
+    given = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
+    return [None if x is None else compact(x) for x in given]
 
 
 def _workspace(planned: SelectionPlan, x: Tensor) -> list[Tensor]:
@@ -69,12 +78,14 @@ def _shapes(inputs: AttentionInputs, *, has_dlse: bool = False) -> tuple[Shapes,
 
 def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradients:
     """Fills dq, dk and dv of a call with at least a query and a key; adds the gradient of a sink, if it is needed."""
+    if call.spec.has_seqused and not call.inputs.packed:
+        return _backward_of_padded(launch_of, call, grads)
     spec, inputs = call.spec, call.inputs
     shapes = _shapes(inputs, has_dlse=call.dlse is not None)
     kernel, planned, _ = launch_of(plan_selection_backward, inputs.q.device, spec, *shapes)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in grads[1:3])
     tables, workspace = _workspace(planned, dk)
-    offsets_q, offsets_k = (None if x is None else compact(x) for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+    offsets_q, offsets_k, used_q, used_k = _lengths(inputs)
     arguments = SelectionBackwardArguments(
         mQ=aligned(inputs.q),
         mK=aligned(inputs.k),
@@ -88,6 +99,8 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
         mdV=dv,
         mCuSeqlensQ=offsets_q,
         mCuSeqlensK=offsets_k,
+        mSeqUsedQ=used_q,
+        mSeqUsedK=used_k,
         mSelected=inputs.selected,
         mTables=tables,
         mWorkspace=workspace,
@@ -109,6 +122,19 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
     return grads._replace(dsink=dsinks.view(-1, spec.nheads).sum(0).to(inputs.learnable_sink.dtype))
 
 
+def _backward_of_padded(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradients:
+    """``backward`` of a dense batch with padding, as packed sequences."""
+    packed = call._replace(
+        inputs=as_packed(call.inputs),
+        out=call.out.flatten(0, 1),
+        lse=compact(call.lse.transpose(0, 1).flatten(1)),
+        dout=call.dout.flatten(0, 1),
+        dlse=None if call.dlse is None else call.dlse.transpose(0, 1).flatten(1),
+    )
+    flat = Gradients(*(x.flatten(0, 1) for x in grads[:3]))  # views, as these are contiguous
+    return grads._replace(dsink=backward(launch_of, packed, flat).dsink)
+
+
 def _add_dsinks(dsinks: Tensor, sinks: Tensor, workspace: Tensor, numbers: SelectionNumbers) -> None:
     """Adds a launch's gradients of sinks, (units, heads of a group), from lse in base 2 and delta in its workspace."""
     shape = numbers.num_units, numbers.num_rows, sinks.shape[1]
@@ -128,13 +154,3 @@ def _launches(planned: SelectionPlan) -> Iterator[SelectionNumbers]:
         for unit in range(0, planned.num_units, n.num_units):
             num_units = min(n.num_units, planned.num_units - unit)
             yield n._replace(first_row=first, num_rows=num_rows, first_unit=unit, num_units=num_units)
-
-
-def _without_keys(inputs: AttentionInputs, results: Results) -> Results:
-    """Fills out and lse where there is no key: zeros, and sinks of real rows."""
-    results.out.zero_()
-    results.lse.fill_(-torch.inf)
-    sink = inputs.learnable_sink
-    if sink is not None and not inputs.packed:
-        results.lse.copy_(sink[:, None])
-    return results

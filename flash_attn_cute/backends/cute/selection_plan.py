@@ -48,8 +48,6 @@ def limits(spec: AttentionSpec) -> tuple[str, ...]:
         if d > HEAD_DIMS[-1]:
             reasons.append(f"{name} = {d} {_BESIDE} (up to {HEAD_DIMS[-1]})")
     refused = {
-        "seqused_q / seqused_k": spec.has_seqused,
-        "return_max_logits=True": spec.max_logits,
         "precise_gradients=True": spec.precise_gradients,
     }
     return (*reasons, *(f"{name} {_BESIDE}" for name, is_asked in refused.items() if is_asked))

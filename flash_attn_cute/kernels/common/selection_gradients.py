@@ -109,11 +109,12 @@ class SelectionKeyGradients:
             start, stop = tables.mItemSpans[unit.set, column], tables.mItemSpans[unit.set, column + 1]
             if start < stop:
                 fields = tables.mItems[unit.set, start, None]
-                k = rows_of(a.mK, a.mCuSeqlensK, None, fields[2])
-                rows = cutlass.min(k.length - fields[3], c.tile_n)
+                sequence, first_key = fields[2], fields[3]
+                k = rows_of(a.mK, a.mCuSeqlensK, None, sequence)  # to rows of padding items add zeros
+                rows = cutlass.min(k.length - first_key, c.tile_n)
                 for mX, mSums, scale in ((mdK, a.mdK, n.softmax_scale), (mdV, a.mdV, Float32(1.0))):
                     sums = rows_first(mSums, c.features.packed)[None, None, head, batch]
-                    sums = cute.domain_offset((k.start + fields[3], 0), sums)
+                    sums = cute.domain_offset((k.start + first_key, 0), sums)
                     self._add(mX[unit_idx, None, None], sums, start, stop, rows, scale, thread)
 
     @cute.jit

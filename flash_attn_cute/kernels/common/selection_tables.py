@@ -62,7 +62,7 @@ class SelectionTableKernels:
 
 
 class _Chunks:
-    """What the kernels that count and that place picks share: a warp goes over a chunk, in steps of a pick a lane."""
+    """The loop of the kernels that count and that place picks: a warp goes over a chunk, a pick a lane at a time."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -278,7 +278,7 @@ class PickItems:
 
 def _rows_of(a: Any, sequence: Int32) -> tuple[SeqRows, SeqRows]:
     """Queries and keys of a sequence."""
-    return rows_of(a.mQ, a.mCuSeqlensQ, None, sequence), rows_of(a.mK, a.mCuSeqlensK, None, sequence)
+    return rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, sequence), rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, sequence)
 
 
 def _first_column(config: Any, k: SeqRows, sequence: Int32) -> Int32:

@@ -24,7 +24,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
-from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
+from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
+from flash_attn_cute.kernels.common.score import LN2, LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
@@ -32,7 +33,7 @@ from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
+from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval, raise_logits
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
@@ -138,9 +139,30 @@ class SelectionSm90(ItemKernel):
         """An mma warpgroup: every so many tiles of the item, from S to partial results."""
         work = self._work(a, unit_idx, item, mmas, tO, shared, mLSE, scales)
         shared.k_ring.wait_full(Int32(0))  # from warp 0
+        if const_expr(self.config.features.max_logits):
+            work.max_logits.fill(-Float32.inf)
         self.mainloop(work)
+        if const_expr(self.config.features.max_logits):
+            self._raise_max_logits(work)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    @cute.jit
+    def _raise_max_logits(self, work: "_Work") -> None:
+        """Raises the largest logits of the heads of this thread's rows, which are the same in all tiles."""
+        a, group = work.arguments, self.config.group
+        first_head = SelectedUnit.of(self.config, a, work.unit_idx).number * group
+        if const_expr(group == 1):
+            largest = cute.arch.fmax(work.max_logits[0], work.max_logits[1])
+            raise_max_logit_by_warp(a.mMaxLogits, first_head, largest)
+        else:
+            for r in cutlass.range_constexpr(2):
+                logit = work.max_logits[r]
+                for lanes in cutlass.range_constexpr(1, 3):
+                    logit = cute.arch.fmax(logit, cute.arch.shuffle_sync_bfly(logit, lanes))
+                if work.thread % 4 == 0:
+                    head = first_head + rows_and_columns(work.cS)[r, 0][0] % group
+                    raise_max_logit(a.mMaxLogits, head, logit)
 
     def _work(
         self,
@@ -177,6 +199,7 @@ class SelectionSm90(ItemKernel):
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
             softmax=OnlineSoftmax(2, scales.log2, is_natural=False),
+            max_logits=cute.make_rmem_tensor(2, Float32) if c.features.max_logits else None,
             scales=scales,
             shared=shared,
             tO=tO,
@@ -199,10 +222,17 @@ class SelectionSm90(ItemKernel):
         warpgroup.wait_group(0)
         ring.release(step)  # to the producer warp
         if const_expr(c.features.softcap):
+            if const_expr(c.features.max_logits):
+                scale = work.arguments.numbers.softmax_scale
+                mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(scale))
+                raise_logits(work.max_logits, acc_S, scale)
             cap(acc_S, work.scales.tanh)
         mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(work.scales.log2))
         work.softmax.reset()
         work.softmax.step(acc_S, work.rP, acc_O, True)
+        if const_expr(c.features.max_logits and not c.features.softcap):  # else row_max is of capped scores
+            for r in cutlass.range_constexpr(2):
+                work.max_logits[r] = cute.arch.fmax(work.max_logits[r], work.softmax.row_max[r] * LN2)
         shared.v_ring.wait_full(Int32(0))  # from warp 0
         gemm(work.mmas.O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
         warpgroup.wait_group(0)
@@ -258,6 +288,7 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
+    max_logits: cute.Tensor | None  # of the heads of this thread's rows, over the item
     scales: ScoreScales
     shared: _Shared
     tO: RowTiles

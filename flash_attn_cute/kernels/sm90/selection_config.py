@@ -8,7 +8,8 @@ from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS, WARP
 from flash_attn_cute.kernels.sm90.config import Sm90Config
 
 # Features that change the kernels of the forward and of the backward pass.
-_READ, _READ_BACKWARD = (("packed", "left", "right", "softcap", x) for x in ("sink", "dlse"))
+_READ_BY_BOTH = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
+_READ, _READ_BACKWARD = (*_READ_BY_BOTH, "sink", "max_logits"), (*_READ_BY_BOTH, "dlse")
 
 
 @dataclass(frozen=True)

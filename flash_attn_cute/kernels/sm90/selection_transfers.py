@@ -55,7 +55,8 @@ class Item:
         """Reads an item of a unit's set."""
         fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
         cute.autovec_copy(tables.mItems[unit.set, number, None], fields)
-        q, k = (rows_of(x, offsets, None, fields[2]) for x, offsets in ((a.mQ, a.mCuSeqlensQ), (a.mK, a.mCuSeqlensK)))
+        q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, fields[2])
+        k = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, fields[2])
         return Item(fields[0], fields[1], fields[3], q, k)
 
 

@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
 from tests.lib import oracle
-from tests.lib.checks import assert_close, assert_forward_close, gradients, poisoned_dout
+from tests.lib.checks import assert_close, assert_forward_close, assert_max_logits_close, gradients, poisoned_dout
 from tests.lib.interpreted.common import Executed, as_given
 from tests.lib.oracle import Call
 
@@ -38,11 +38,14 @@ def results_of(
     draw: random.Random,
     changed: interpreter.Program | None = None,
     lagging: interpreter.Lagging | None = None,
+    *,
+    max_logits: bool = False,
 ) -> Results:
-    """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
+    """Results of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
+    backend = Interpreted(draw=draw, changed=changed, lagging=lagging)
     with torch.no_grad():
-        return Interpreted(draw=draw, changed=changed, lagging=lagging)._forward(spec, inputs)
+        return backend._forward(spec._replace(max_logits=max_logits), inputs)
 
 
 def check(
@@ -50,10 +53,14 @@ def check(
     draw: random.Random,
     changed: interpreter.Program | None = None,
     lagging: interpreter.Lagging | None = None,
+    *,
+    max_logits: bool = False,
 ) -> Results:
     """A call's results against the oracle's, and what stands in the padding; returns them."""
-    results = results_of(call, draw, changed, lagging)
+    results = results_of(call, draw, changed, lagging, max_logits=max_logits)
     assert_forward_close(call, results.out, results.lse)
+    if results.max_logits is not None:
+        assert_max_logits_close(results.max_logits, call)
     return results
 
 
