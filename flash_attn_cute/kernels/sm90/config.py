@@ -457,15 +457,20 @@ class _BackwardTile(NamedTuple):
     least_keys: int = 0  # of a sequence
 
 
+# Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
+# for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
+# 1.02 at 1k, 1.10 at 2k and above.
+KEYS_IN_ORDER = 512
+
 # Every query attends to every key; only variants that have been timed.
 _FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic")
-_FULL_UNGROUPED = Case(without=f"{_FULL.without} grouped")
-_LONG = 8192  # keys of a sequence, from which on full masks have rows of their own
+_FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
+_LONG = 8192  # keys of a sequence, from which on full masks at d = 128 have a row of their own
 
 # d = 128: blocks of 80 queries read K and V a fifth less often, but leave room for one K alone, so that tiles do not
 # overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100, those of grouped heads over 8k and 32k
 # keys 5 and 1 % on an H200. Ungrouped ones over 2k and 4k keys are 6 % slower. Causal passes gain nothing.
-# d = 64: with dV in halves 8k full is 7 % faster on an H200, 8k causal 2 % slower. The bits are the same.
+# d = 64: with dV in halves full masks are 3 to 8 % faster on an H200, 8k causal 2 % slower. The bits are the same.
 
 # 64 columns of K are 1 to 2.5 % faster where they spill nothing; a windowed d = 128 has the registers, but is slower.
 # With 128 queries in a step the products last longer than any wait: causal passes are 2 % faster if a step hands its
@@ -475,7 +480,7 @@ _BACKWARD_TILES = (
     _BackwardTile(64, Case("bias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
-    _BackwardTile(64, _FULL_UNGROUPED, 128, 64, True, halves_dV=True, least_keys=_LONG),
+    _BackwardTile(64, _FULL_UNGROUPED, 128, 64, True, halves_dV=True, least_keys=KEYS_IN_ORDER + 1),
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
@@ -491,21 +496,15 @@ _BACKWARD_TILES = (
 
 _HALF_BLOCKS = Case("half_columns", without="bias intervals packed")
 
-# Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
-# for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
-# 1.02 at 1k, 1.10 at 2k and above.
-KEYS_IN_ORDER = 512
-
 
 def _adds_in_order(features: Features, keys: int) -> bool:
     """Whether additions to dQ have an order without ``deterministic=True``.
 
-    They have with a bias or a left bound, except where TMA stores the bias's gradient and no window hides scores. That
-    takes 0.88 to 0.95 of the time without an order on an H200, ALiBi 1.01, causal 1.05. Other cases have not been
-    measured. Under masks tiles would wait.
+    They have with a bias or a left bound, except where TMA stores the bias's gradient. That takes 0.88 to 0.95 of the
+    time without an order on an H200, causal 0.85; ALiBi 1.01, causal 1.05. Other cases have not been measured. Under
+    masks tiles would wait.
     """
-    stores_dbias = features.tiled_bias and features.dbias and not features.right
-    waits = features.left or (features.bias and not stores_dbias)
+    waits = features.left or (features.bias and not (features.tiled_bias and features.dbias))
     return not features.listed and (waits or 0 < keys <= KEYS_IN_ORDER)
 
 
