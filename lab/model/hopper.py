@@ -130,8 +130,16 @@ class BackwardCta:
         for w in range(self.warpgroups):
             simulation.start(f"mma {w}", self.mma(w, work))
             simulation.start(f"store {w}", self.store(w, work))
+        if self.config.signals_apart:
+            simulation.start("signals", self.signal(work))
         simulation.run()
         return self.sm
+
+    def signal(self, work: Sequence[TileWork]) -> Needs:
+        """Warp 3, whose signals take no other warp any time, reads the fields of a tile."""
+        for tile, _ in enumerate(work):
+            yield self.tiles.wait_full(tile)
+            self.tiles.release(tile)
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0, which loads."""

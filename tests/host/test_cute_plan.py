@@ -197,8 +197,7 @@ def test_order_and_blocks_of_a_backward_pass(
 @pytest.mark.parametrize(
     ("options", "keys", "halves_dV"),
     [
-        ({}, 513, True),
-        ({}, 512, False),
+        ({}, 512, True),
         ({"right": True}, 8192, False),
         ({"grouped": True}, 8192, False),
         ({"packed": True}, 8192, False),

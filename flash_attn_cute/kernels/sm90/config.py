@@ -457,11 +457,6 @@ class _BackwardTile(NamedTuple):
     least_keys: int = 0  # of a sequence
 
 
-# Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
-# for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
-# 1.02 at 1k, 1.10 at 2k and above.
-KEYS_IN_ORDER = 512
-
 # Every query attends to every key; only variants that have been timed.
 _FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic")
 _FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
@@ -480,7 +475,7 @@ _BACKWARD_TILES = (
     _BackwardTile(64, Case("bias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
-    _BackwardTile(64, _FULL_UNGROUPED, 128, 64, True, halves_dV=True, least_keys=KEYS_IN_ORDER + 1),
+    _BackwardTile(64, _FULL_UNGROUPED, 128, 64, True, halves_dV=True),
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
@@ -495,6 +490,12 @@ _BACKWARD_TILES = (
 
 
 _HALF_BLOCKS = Case("half_columns", without="bias intervals packed")
+
+
+# Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
+# for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
+# 1.02 at 1k, 1.10 at 2k and above.
+KEYS_IN_ORDER = 512
 
 
 def _adds_in_order(features: Features, keys: int) -> bool:
