@@ -16,7 +16,6 @@ are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquir
     state         a CTA: its memory, barriers and warps, and what its engines have been asked for; clusters
     statement     one instruction of ``lab.ptx.tree``: how its operands are read and written
     arithmetic    instructions on registers
-    pieces        such instructions that follow each other, as few operations on arrays
     weak          effects that come later than their instruction
     memory        loads, stores, atomics and mbarriers
     tma           copies: instructions, and the engine

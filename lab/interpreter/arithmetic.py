@@ -112,14 +112,19 @@ def _bit_mask(start: Array, count: Array) -> Array:
 
 def _move(s: Statement) -> Effect:
     if s.operands[0].marks == "{":
-        low, high = vector(s.operands[0])
+        low, high = (s.target(x) for x in vector(s.operands[0]))
         bits = int(s.kind[1:]) // 2
-        half = TYPES[f"b{bits}"]
-        lower = s.compute([low, s.operands[1]], [s.kind], lambda x: x.astype(half), "low")
-        return lower + s.compute([high, s.operands[1]], [s.kind], lambda x: (x >> bits).astype(half), "high")
+        read, half = s.source(s.operands[1], s.kind), TYPES[f"b{bits}"]
+
+        def unpack(warp: Warp, mask: Mask) -> None:
+            value = read(warp)
+            low(warp, value.astype(half), mask)
+            high(warp, (value >> bits).astype(half), mask)
+
+        return unpack
     if s.operands[1].marks == "{":
         joined, bits, whole = [s.operands[0], *vector(s.operands[1])], int(s.kind[1:]) // 2, TYPES[s.kind]
-        return s.compute(joined, [f"b{bits}"] * 2, lambda low, high: high.astype(whole) << whole(bits) | low, "joined")
+        return s.compute(joined, [f"b{bits}"] * 2, lambda low, high: high.astype(whole) << whole(bits) | low)
     return s.compute(s.operands, [s.kind], lambda x: x)
 
 
@@ -180,7 +185,7 @@ def _shuffle(s: Statement) -> Effect:
     def shuffle(x: Array, lane: Array) -> Array:
         return x[(LANES ^ lane if ".bfly." in s.name else lane) & 31]
 
-    return s.of_warp(s.operands[:3], ["b32", "u32"], shuffle)
+    return s.compute(s.operands[:3], ["b32", "u32"], shuffle)
 
 
 def _vote(s: Statement) -> Effect:
@@ -244,8 +249,8 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "shr": _shift,
     "shf.l.wrap.b32": _plain(_funnel),
     "shf.r.wrap.b32": _plain(_funnel_right),
-    "bmsk.clamp": lambda s: s.of_warp(s.operands, ["u32"] * 2, _bit_mask),
-    "popc": lambda s: s.of_warp(
+    "bmsk.clamp": lambda s: s.compute(s.operands, ["u32"] * 2, _bit_mask),
+    "popc": lambda s: s.compute(
         s.operands, ["u32"], lambda x: np.array([bin(n).count("1") for n in x.tolist()], np.uint32)
     ),
     "cvt": _convert,
@@ -255,7 +260,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "lg2.approx": _plain(lambda x: np.log2(x).astype(np.float32)),
     **dict.fromkeys(("rcp.approx", "rcp.rn.f32"), _plain(lambda x: (np.float32(1) / x).astype(np.float32))),
     "sqrt.rn.f32": _plain(np.sqrt),
-    "clz.b32": lambda s: s.of_warp(s.operands, ["b32"], _leading_zeros),
+    "clz.b32": _plain(_leading_zeros),
     "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
     **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
     "vote.sync": _vote,

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lab.interpreter import arithmetic, lines, memory, tensor, tma, warpgroup
-from lab.interpreter.pieces import Piece
 from lab.interpreter.state import Effect, FaultError, Mask, Warp, converged
-from lab.interpreter.statement import Computation, Statement
-from lab.ptx import threads, tree
-
-_FEWEST = 4  # instructions that a piece is worth making for
+from lab.interpreter.statement import Statement
+from lab.ptx import tree
 
 
 def _nothing(s: Statement) -> Effect:
@@ -96,34 +93,6 @@ class Program:
         params = {name: number for number, (_, name, _) in enumerate(declared)}
         self.has_warpgroups = any(x.is_a("wgmma") for x in function.instructions)
         self.code = [self._step(Statement(x, params), text[x.start : x.end]) for x in function.instructions]
-        self.pieces = self._pieces(function)
-
-    def _pieces(self, function: tree.Function) -> list[tuple[Step, int]]:
-        """By place: what may be executed there at once, and how many instructions that is.
-
-        Computations that follow each other are a piece, unless something jumps to one of them.
-        """
-        labels = {place for x in function.instructions for place in x.scope.labels.values()}
-        read: dict[str, tuple[int, int]] = {}  # where a register is read first, and last
-        for place, x in enumerate(function.instructions):
-            one = threads.resolve(x)
-            for name in (*one.sources, *([one.guard] if one.guard else [])):
-                read[name] = read.get(name, (place, place))[0], place
-        found, begin = [(step, 1) for step in self.code], 0
-        for place in range(len(self.code) + 1):
-            ends = place == len(self.code) or not self._computes(place)
-            if not ends and place not in labels:
-                continue
-            if place - begin >= _FEWEST:
-                nodes = [node for step in self.code[begin:place] for node in step.what.nodes]
-                piece = Piece(nodes, functools.partial(_is_read_outside, read, begin, place))
-                found[begin] = self.code[begin]._replace(what=piece), place - begin
-            begin = place + ends
-        return found
-
-    def _computes(self, place: int) -> bool:
-        step = self.code[place]
-        return step.kind == "run" and step.predicate is None and isinstance(step.what, Computation)
 
     def _step(self, s: Statement, text: str) -> Step:
         guard = s.instruction.guard
@@ -154,11 +123,6 @@ class Program:
             return "together", _decoder(s.name)(s)  # once all lanes have come
         # Loops that wait for what others write would otherwise take all of a warp's turn.
         return "poll" if is_a("ld.acquire", "nanosleep") else "run", _decoder(s.name)(s)
-
-
-def _is_read_outside(read: dict[str, tuple[int, int]], begin: int, end: int, name: str) -> bool:
-    first, last = read.get(name, (begin, begin))
-    return first < begin or last >= end
 
 
 _parsed = functools.lru_cache(maxsize=1)(tree.parse)  # kernels of a module follow each other

@@ -26,7 +26,7 @@ class _Schedule:
 
     def __init__(self, program: Program, cluster: Cluster, draw: random.Random, lagging: Lagging | None):
         """``lagging``: what goes on only when nothing else can; None: drawn, half of the time nothing."""
-        self.pieces, self.ctas, self.draw = program.pieces, cluster.ctas, draw
+        self.code, self.ctas, self.draw = program.code, cluster.ctas, draw
         self.meetings: dict[tuple[int, int], tuple[int, list[Warp]]] = {}  # by CTA and number: threads, who is there
         self.warps = {
             (cta.rank, i): Warp(cta, i, program.num_registers) for cta in self.ctas for i in range(program.num_warps)
@@ -61,11 +61,7 @@ class _Schedule:
         pace = {place: self.draw.choice((1.0, 1.0, 0.01)) for place in self.warps}  # some warps lag far behind
         while not all(warp.is_done for warp in self.warps.values()):
             with np.errstate(all="ignore"):
-                able = {
-                    place: warp
-                    for place, warp in self.warps.items()
-                    if (not warp.is_done if warp.waits_for is None else self._can_go_on(warp))
-                }
+                able = {place: warp for place, warp in self.warps.items() if self._can_go_on(warp)}
                 busy = {place: run for place, (run, work) in self.engines.items() if len(work)}
                 working = busy.keys() | {place for place, warp in able.items() if not warp.polls}
                 behind = self.lagging if not self.lagging >= working else set()
@@ -125,16 +121,13 @@ class _Schedule:
         return warp.waits_for is None and not warp.is_done
 
     def _run(self, warp: Warp, instructions: int) -> None:
-        """Some instructions of a warp; of lanes at different places those that are furthest behind.
-
-        A piece of computations is executed as a whole, and may be the last of them.
-        """
-        pieces, left = self.pieces, instructions
+        """Some instructions of a warp; of lanes at different places those that are furthest behind."""
+        code = self.code
         place, lanes = self._furthest_behind(warp)
         counted, count = lanes, np.count_nonzero(lanes)
-        while left > 0:
-            (text, kind, what, predicate), length = pieces[place]
-            place, left = place + length, left - length
+        for _ in range(instructions):
+            text, kind, what, predicate = code[place]
+            place += 1
             chosen = lanes if predicate is None else lanes & (warp.registers[predicate[0]] != predicate[1])
             if chosen is not counted:
                 counted, count = chosen, np.count_nonzero(chosen)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,57 +20,7 @@ TYPES: dict[str, Any] = {
     "s64": np.int64,
     "f32": np.float32,
 }
-BITS = {1: np.bool_, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # of a register, by its number of bytes
-
-
-def as_kind(bits: Array, kind: str) -> Array:
-    """Registers, seen as numbers of a kind; those of bfloat16 become float32."""
-    if kind == "bf16":
-        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return bits if kind == "pred" else bits.view(TYPES[kind])
-
-
-def as_bits(numbers: Array) -> Array:
-    """Numbers of any kind, as registers keep them."""
-    return numbers.view(BITS[numbers.dtype.itemsize])
-
-
-class Source(NamedTuple):
-    """An operand of a computation."""
-
-    name: str  # of the register, or the number as it is written
-    kind: str
-    read: Read | None  # of a number; None: it is a register
-
-
-class Node(NamedTuple):
-    """A register that is computed from others, lane by lane."""
-
-    key: tuple[object, ...]  # nodes of one key have one function
-    function: Callable[..., Array]  # of arrays that broadcast
-    target: str
-    sources: tuple[Source, ...]
-
-
-class Computation:
-    """Effect of an instruction that does no more than to compute registers, each lane for itself."""
-
-    def __init__(self, execute: Effect, *nodes: Node):
-        """Takes the effect, and what it is made of."""
-        self.execute, self.nodes = execute, nodes
-
-    def __call__(self, warp: Warp, mask: Mask) -> None:
-        """Executes it."""
-        self.execute(warp, mask)
-
-    def __add__(self, other: "Computation") -> "Computation":
-        """This one, and another one behind it."""
-
-        def execute(warp: Warp, mask: Mask) -> None:
-            self.execute(warp, mask)
-            other.execute(warp, mask)
-
-        return Computation(execute, *self.nodes, *other.nodes)
+_BITS = {1: np.bool_, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # of a register, by its number of bytes
 
 
 @dataclass(frozen=True)
@@ -134,7 +84,7 @@ class Statement:
             constant: Array = np.full(32, bool(value))
         else:
             width = np.dtype(TYPES[kind]).itemsize
-            bits: Array = np.full(32, value & ((1 << 8 * width) - 1), BITS[width])
+            bits: Array = np.full(32, value & ((1 << 8 * width) - 1), _BITS[width])
             constant = bits.view(TYPES[kind])
         return lambda warp: constant
 
@@ -147,7 +97,7 @@ class Statement:
             return lambda warp, value, mask: None
 
         def write(warp: Warp, value: Array, mask: Mask) -> None:
-            value = value.view(BITS[value.dtype.itemsize])
+            value = value.view(_BITS[value.dtype.itemsize])
             if mask is not None and name in warp.registers:
                 value = np.where(mask, value, warp.registers[name])
             warp.registers[name] = value
@@ -162,24 +112,8 @@ class Statement:
         read = self.source(base, kind)
         return lambda warp: read(warp).astype(np.int64) + offset
 
-    def compute(
-        self, operands: Sequence[Operand], kinds: Sequence[str], function: Callable[..., Array], part: str = ""
-    ) -> Computation:
-        """A register from others, by a function of each lane; ``part`` names the function, if the opcode does not."""
-        name, execute = self.register(operands[0]), self.of_warp(operands, kinds, function)
-        if name is None:
-            return Computation(execute)
-        given = [*zip(operands[1:], kinds, strict=False)]
-        sources = []
-        for operand, kind in given:
-            register = self.register(operand)
-            read = self.source(operand, "u16" if kind == "bf16" else kind) if register is None else None
-            sources.append(Source(register or f"{operand.text} {kind}", kind, read))
-        key = self.name, part, *kinds[: len(given)]
-        return Computation(execute, Node(key, function, name, tuple(sources)))
-
-    def of_warp(self, operands: Sequence[Operand], kinds: Sequence[str], function: Callable[..., Array]) -> Effect:
-        """A register from others, by a function of all lanes together."""
+    def compute(self, operands: Sequence[Operand], kinds: Sequence[str], function: Callable[..., Array]) -> Effect:
+        """A register from others."""
         target = self.target(operands[0])
         reads = [self.source(*pair) for pair in zip(operands[1:], kinds, strict=False)]
         return lambda warp, mask: target(warp, function(*[read(warp) for read in reads]), mask)
