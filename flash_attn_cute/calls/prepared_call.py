@@ -51,7 +51,7 @@ class Passes:
     __slots__ = ("backward", "forward")
 
     def __init__(self) -> None:
-        """Begins without passes."""
+        """Leaves each pass to the first call that needs it."""
         self.forward: Callable[[AttentionInputs], Results] | None = None
         self.backward: dict[tuple[bool, ...], tuple[Callable[..., bool], Callable[[BackwardCall], Gradients]]] = {}
 

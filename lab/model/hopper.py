@@ -117,7 +117,9 @@ class BackwardCta:
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, True, 1
         self.num_passes = 1
         self.warpgroups = config.num_mma_warpgroups
-        rings = self.sm.rings(cta_schedule(config))
+        schedule = cta_schedule(config)
+        rings = self.sm.rings(schedule)
+        self.warp_3_reads_tiles = any(arrivals.role == "filling" for arrivals in schedule.pipeline("tiles").empty)
         self.tiles, self.k, self.v, self.q, self.do, self.ds = (
             rings[name] for name in ("tiles", "k", "v", "q", "do", "ds")
         )
@@ -130,13 +132,13 @@ class BackwardCta:
         for w in range(self.warpgroups):
             simulation.start(f"mma {w}", self.mma(w, work))
             simulation.start(f"store {w}", self.store(w, work))
-        if self.config.signals_apart:
-            simulation.start("signals", self.signal(work))
+        if self.warp_3_reads_tiles:
+            simulation.start("filling", self.fill(work))
         simulation.run()
         return self.sm
 
-    def signal(self, work: Sequence[TileWork]) -> Needs:
-        """Warp 3, whose signals take no other warp any time, reads the fields of a tile."""
+    def fill(self, work: Sequence[TileWork]) -> Needs:
+        """Warp 3, whose work takes no other warp any time, reads the fields of a tile."""
         for tile, _ in enumerate(work):
             yield self.tiles.wait_full(tile)
             self.tiles.release(tile)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute.layouts import aligned, compact, with_a_key
+from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences, with_a_key
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
@@ -34,7 +34,6 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
     inputs = with_a_key(inputs)
     kernel, planned, _ = launch_of(plan_selection, inputs.q.device, spec, *_shapes(inputs))
     q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
-    offsets_q, offsets_k, used_q, used_k = _lengths(inputs)
     sink = None if inputs.learnable_sink is None else compact(inputs.learnable_sink.float())
     tables, workspace = _workspace(planned, q)
     arguments = SelectionArguments(
@@ -44,10 +43,7 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
         mO=results.out,
         mLSE=results.lse,
         mMaxLogits=results.max_logits,
-        mCuSeqlensQ=offsets_q,
-        mCuSeqlensK=offsets_k,
-        mSeqUsedQ=used_q,
-        mSeqUsedK=used_k,
+        **of_sequences(inputs),
         mSink=sink,
         mSelected=inputs.selected,
         mTables=tables,
@@ -56,12 +52,6 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
     )
     for numbers in _launches(planned):
         kernel(arguments._replace(numbers=numbers))
-
-
-def _lengths(inputs: AttentionInputs) -> list[Tensor | None]:
-    """Offsets and real lengths of sequences, of queries and of keys, as kernels read them."""
-    given = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
-    return [None if x is None else compact(x) for x in given]
 
 
 def _workspace(planned: SelectionPlan, x: Tensor) -> list[Tensor]:
@@ -85,7 +75,6 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
     kernel, planned, _ = launch_of(plan_selection_backward, inputs.q.device, spec, *shapes)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in grads[1:3])
     tables, workspace = _workspace(planned, dk)
-    offsets_q, offsets_k, used_q, used_k = _lengths(inputs)
     arguments = SelectionBackwardArguments(
         mQ=aligned(inputs.q),
         mK=aligned(inputs.k),
@@ -97,10 +86,7 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
         mdQ=grads.dq,
         mdK=dk,
         mdV=dv,
-        mCuSeqlensQ=offsets_q,
-        mCuSeqlensK=offsets_k,
-        mSeqUsedQ=used_q,
-        mSeqUsedK=used_k,
+        **of_sequences(inputs),
         mSelected=inputs.selected,
         mTables=tables,
         mWorkspace=workspace,

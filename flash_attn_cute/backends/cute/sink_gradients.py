@@ -60,7 +60,7 @@ def sink_gradient_without_keys(
 
 def _minus(x: Tensor) -> Tensor:
     """-x, where a zero is not negative: a document that sees nothing has the bits that it has alone."""
-    return torch.zeros_like(x).sub_(x)
+    return 0 - x
 
 
 def _first_rows(num: int, rows: int, device: torch.device) -> Tensor:

@@ -168,7 +168,7 @@ class PickCounts(_Chunks):
         """Nothing is placed yet."""
 
     def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:
-        """Writes a count."""
+        """Leaves how many picks of the chunk are of the column."""
         tables.mCounts[which, chunk, column] = counter
 
 
@@ -192,7 +192,7 @@ class PickPlaces(_Chunks):
         return cutlass.select_(pick < stop, column, Int32(-1))
 
     def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
-        """Writes a pick."""
+        """Puts the number of a pick into the list of its column."""
         tables.mEntries[which, place] = pick
 
     def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:

@@ -37,7 +37,7 @@ _BARRIER_MMA = 1  # a named barrier of the mma warpgroup
 
 
 class _Tiles(NamedTuple):
-    """TMA tiles."""
+    """Tiles of 64 rows that TMA loads and stores."""
 
     K: RowTiles
     dQ: RowTiles | None  # None: it leaves from registers
