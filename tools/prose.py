@@ -3,6 +3,8 @@
     python -m tools.prose            places a room, beside what is allowed
     python -m tools.prose PATH ...   every place in these files
 
+The exit code is 1 if a room has more places than are allowed, or if the files have any.
+
 Rules:
     opening   a docstring begins with a word that points elsewhere ("Of", "Those", "The same", ...)
     jargon    a word that the project has replaced by the field's (``docs/architecture.md``, "Glossary")
@@ -113,15 +115,23 @@ def count() -> dict[str, int]:
 ALLOWED: dict[str, int] = {}
 
 
-def main() -> None:
-    """Prints the places of the files that are named, or the counts of all rooms."""
-    for name in sys.argv[1:]:
-        for place in check(Path(name)):
+def too_many(counts: dict[str, int]) -> dict[str, int]:
+    """Rooms with more places than are allowed, and how many they have."""
+    return {room: places for room, places in counts.items() if places > ALLOWED.get(room, 0)}
+
+
+def main(names: list[str]) -> int:
+    """Prints the places of the files that are named, or the counts of all rooms. Returns the exit code."""
+    if names:
+        places = [place for name in names for place in check(Path(name))]
+        for place in places:
             print(f"{place.path}:{place.line}: {place.rule}: {place.text}")
-    if not sys.argv[1:]:
-        for room, places in sorted(count().items()):
-            print(f"{places:5d} of {ALLOWED.get(room, 0):5d}  {room}")
+        return int(bool(places))
+    counts = count()
+    for room, number in sorted(counts.items()):
+        print(f"{number:5d} of {ALLOWED.get(room, 0):5d}  {room}")
+    return int(bool(too_many(counts)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

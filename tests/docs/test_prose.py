@@ -10,10 +10,24 @@ from tools import prose
 def test_places_only_go_down() -> None:
     """Too many: ``python -m tools.prose PATH`` shows them. Fewer: lower ``ALLOWED``."""
     counts = prose.count()
-    allowed = {room: prose.ALLOWED.get(room, 0) for room in counts}
-    more = {room: (places, allowed[room]) for room, places in counts.items() if places > allowed[room]}
-    assert not more, "places that break the rules of prose, and how many are allowed"
+    assert not prose.too_many(counts), "places that break the rules of prose, and how many are allowed"
     assert not prose.ALLOWED.keys() - counts.keys(), "rooms that are no more"
+
+
+@pytest.mark.parametrize(("text", "code"), [('"""Adds two numbers."""\n', 0), ('"""Those of a sum."""\n', 1)])
+def test_the_exit_code_says_whether_files_have_places(text: str, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(text)
+    assert prose.main([str(path)]) == code
+
+
+@pytest.mark.parametrize(("allowed", "code"), [(1, 1), (2, 0)])
+def test_the_exit_code_says_whether_a_room_has_too_many(
+    allowed: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prose, "count", lambda: {"lab": 2})
+    monkeypatch.setattr(prose, "ALLOWED", {"lab": allowed})
+    assert prose.main([]) == code
 
 
 @pytest.mark.parametrize(
