@@ -298,6 +298,25 @@ def test_a_transform_over_nested_tensors_after_others() -> None:
         torch.vmap(lambda q: flash_attn_func(**call | {"q": q}))(nested)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_wrapper_that_has_outlived_its_transform_after_others() -> None:
+    """It is refused as in a first call, in both passes, though no transform watches the thread any longer."""
+    call = {name: x.requires_grad_() for name, x in dense().items()}
+    out = flash_attn_func(**call)
+    out.backward(torch.ones_like(out))
+    escaped: list[torch.Tensor] = []
+
+    def escape(x: torch.Tensor) -> torch.Tensor:
+        escaped.append(x)
+        return x
+
+    torch.vmap(escape)(torch.nested.nested_tensor([out.detach(), out.detach()[:, :5]]))
+    with pytest.raises(RuntimeError, match="not supported for batched nested"):
+        flash_attn_func(**call | {"v": escaped[0]})
+    with pytest.raises(RuntimeError, match="not supported for batched nested"):
+        flash_attn_func(**call).backward(escaped[0])
+
+
 def test_a_gradient_without_strides_after_others() -> None:
     call = {name: x.requires_grad_() for name, x in dense().items()}
     flash_attn_func(**call).backward(torch.ones(2, 6, 4, 8))
