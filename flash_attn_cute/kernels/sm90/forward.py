@@ -119,7 +119,7 @@ class ForwardSm90(ForwardKernel):
                     self.transfers.bias_producer(tables, shared)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
-            self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
+            self.mma(self._work(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales))
 
     @cute.jit
     def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:
@@ -143,22 +143,10 @@ class ForwardSm90(ForwardKernel):
         )
 
     @cute.jit
-    def mma(
-        self,
-        a: ForwardArguments,
-        tables: Tables | None,
-        mmas: ForwardMmas,
-        tO: RowTiles | None,
-        shared: Shared,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        scales: ScoreScales,
-    ) -> None:
+    def mma(self, work: "_Work") -> None:
         """An mma warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
-        c = self.config
-        work = self._work(a, tables, mmas, tO, shared, mO, mLSE, scales)
-        w = work.warpgroup
-        if w == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
+        c, shared = self.config, work.shared
+        if work.warpgroup == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
             cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES, number_of_threads=256)
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)

@@ -30,11 +30,9 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.block_lists import FULL, Tables
-from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
+from flash_attn_cute.kernels.common.block_lists import FULL
 from flash_attn_cute.kernels.common.ring import arrive_as_warp
-from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.score import hidden
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
@@ -69,19 +67,9 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         )
 
     @cute.jit
-    def mma(
-        self,
-        a: ForwardArguments,
-        tables: Tables,
-        mmas: ForwardMmas,
-        tO: RowTiles | None,
-        shared: Shared,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        scales: ScoreScales,
-    ) -> None:
+    def mma(self, work: _Work) -> None:
         """An mma warpgroup: 64 queries of every tile, from their first step to out and lse."""
-        work = self._work(a, tables, mmas, tO, shared, mO, mLSE, scales)
+        shared = work.shared
         count, number = Int32(0), Int32(0)  # of tiles, and of messages to this warpgroup
         stage, phase, first, second = Int32(0), Int32(0), Int32(0), Int32(0)
         shared.tile_ring.wait_full(count)  # from the producer: the first tile

@@ -19,11 +19,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.backward import CELL_NUMBERS
 from flash_attn_cute.kernels.common.ds_cells import TileHeads
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_lists import num_adding_of
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
+from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first, scaled
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tiles import ask_for_tile, take_tile, tile_taken
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -83,12 +82,16 @@ class _Shared:
         return self.tile(tile_idx).num != _END
 
 
-class GradientQSm90:
+class GradientQSm90(MainKernel):
     """The kernel of one configuration: persistent CTAs."""
 
     def __init__(self, config: BackwardStoredDSConfig):
-        self.config, self.dtype, self.schedule = config, DTYPES[config.dtype], gradient_q_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        super().__init__(config, gradient_q_schedule(config), swizzled)
+
+    def mmas(self) -> cute.TiledMma:
+        """See ``MainKernel``."""
+        mn_major = OperandMajorMode.MN
+        return tiled_mma(self.dtype, mn_major, mn_major, self.config.tile_d, warpgroup.OperandSource.SMEM)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
@@ -96,21 +99,13 @@ class GradientQSm90:
         c, n = self.config, a.numbers
         mdQ = rows_first(a.mdQ, packed=False)
         self.Storage = self.memory.struct()
-        mn_major = OperandMajorMode.MN
-        mma = tiled_mma(self.dtype, mn_major, mn_major, c.tile_d, warpgroup.OperandSource.SMEM)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma = _Tiles(
             K=self.memory.row_tiles(load, "sK", rows_first(a.mK, packed=False), ragged=False),
             dQ=None if c.features.wide else self.memory.row_tiles(store, "sOut", mdQ, ragged=False),
         )
-        num_tiles = n.num_m_blocks * a.mQ.shape[2]
-        self.kernel(mma, tma, mdQ, a, ws).launch(
-            grid=[cutlass.min(num_tiles, c.ctas_of_dQ * n.num_sms), 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.ctas_of_dQ,
-            preferred_smem_carveout=100,
-        )
+        kernel = self.kernel(self.mmas(), tma, mdQ, a, ws)
+        self.launch(kernel, n.num_m_blocks * a.mQ.shape[2], stream, n.num_sms, c.ctas_of_dQ)
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, tma: _Tiles, mdQ: cute.Tensor, a: BackwardArguments, ws: Workspace) -> None:
