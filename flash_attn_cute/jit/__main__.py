@@ -94,8 +94,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
             elif name in _SELECTIONS:
                 if max(d, d_v) > HEAD_DIMS[-1]:
                     raise ValueError(f"--head-dims: expected at most {HEAD_DIMS[-1]} for {name}, got {max(d, d_v)}")
-                blocks = [{"block": block} for block in BLOCKS] if name == "selection" else [{}]
-                options = [{"group": group, **block} for group in chosen.groups for block in blocks]
+                options = [{"group": group, "block": block} for group in chosen.groups for block in (1, *BLOCKS)]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

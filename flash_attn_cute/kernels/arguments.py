@@ -81,6 +81,7 @@ _SELECTED = Argument(replace(MASK, dtype="Int32"))
 _OF_LISTS = Argument(INT, when="features.listed")
 _OF_BLOCKS = Argument(INT, when="features.block_mask")
 _OF_CELLS = Argument(INT, when="stores_dS")
+_OF_KEY_BITS = Argument(INT, when="key_bits")
 _TABLE = Argument(INTS, when="features.block_mask")
 
 
@@ -251,7 +252,8 @@ class SelectionNumbers(NamedTuple):
     sets_batch: Annotated[Any, _INT]  # selections there are over the batch and heads; 1 where all share them
     sets_heads: Annotated[Any, _INT]
     columns: Annotated[Any, _INT]  # key blocks of a set, over all sequences
-    parts: Annotated[Any, _INT]  # blocks of the kernels' that a selected block is cut into
+    parts: Annotated[Any, _INT]  # blocks of the kernels' of which a selected block has keys, at the most
+    block: Annotated[Any, _OF_KEY_BITS]  # keys of a selected block
     item_picks: Annotated[Any, _INT]  # of an item at the most
     num_items: Annotated[Any, _INT]  # of a set; see ``kernels.selection.TableSizes``
     num_chunks: Annotated[Any, _INT]

@@ -1,14 +1,21 @@
 """Sizes of a pass in which each query selects key blocks, for kernels and backends. Needs no cutlass."""
 
+import math
 from typing import Any, NamedTuple
 
-BLOCKS = (64, 128)  # keys of a block
+BLOCKS = (64, 128)  # keys of a kernel's block
 HEAD_DIMS = (64, 128)  # columns of tiles; TMA fills those that a call lacks with zeros
 TILE_ROWS = 64  # of a tile: heads of some queries
 WARPGROUPS_BACKWARD = 2  # of a CTA, each with sums of dK and dV of its own
+KEY_WORDS = 2  # Int32 with a bit for each of 64 keys
 ITEM_FIELDS = 4  # Int32 that describe an item: ``sm90.selection_transfers.Item``
 PICKS_AT_ONCE = 256  # that a warp reads together where tables are made; chunks are multiples of it
 _PICKS_A_COLUMN = 4  # that a chunk has at the least, so that counts take a quarter of the bytes of picks
+
+
+def num_parts(block: int, tile_n: int) -> int:
+    """A kernel's blocks of ``tile_n`` keys of which a selected block has keys, at the most."""
+    return -(-(tile_n - math.gcd(block, tile_n) + block) // tile_n)
 
 
 def num_columns(k_rows: int, block: int, num_sequences: int) -> int:
@@ -30,7 +37,7 @@ class TableSizes(NamedTuple):
         return TableSizes(min(picks, picks // item_picks + columns), -(-picks // chunk_picks), chunk_picks)
 
 
-def table_parts(numbers: Any) -> dict[str, tuple[Any, ...]]:
+def table_parts(config: Any, numbers: Any) -> dict[str, tuple[Any, ...]]:
     """Parts of the tables (``common.selection_tables.SelectionTables``), Int32, of ``SelectionNumbers``."""
     n = numbers
     sets, picks = n.sets_batch * n.sets_heads, n.num_rows * n.top
@@ -41,6 +48,7 @@ def table_parts(numbers: Any) -> dict[str, tuple[Any, ...]]:
         "mItemSpans": (sets, n.columns + 1),
         "mStarts": (sets, n.columns),
         "mCounts": (sets, n.num_chunks, n.columns),
+        **({"mKeyBits": (sets, picks, KEY_WORDS)} if config.key_bits else {}),
     }
 
 

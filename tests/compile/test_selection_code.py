@@ -17,7 +17,8 @@ _EVERYTHING = dict.fromkeys((*_FEATURES, "sink", "max_logits"), True)
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}-block{block}": {"d": d, "block": block, "right": True} for d in HEAD_DIMS for block in BLOCKS},
     **{f"group{group}": {"group": group, "right": True, "max_logits": group < 64} for group in (1, 4, 64)},
-    **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in BLOCKS},
+    **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in (16, *BLOCKS)},
+    **{f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group} for d in HEAD_DIMS for group in (1, 16)},
     "d64-dv128": {"d": 64, "d_v": 128},
 }
 
@@ -27,7 +28,7 @@ def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
     dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
     chosen = selection_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
-    code = machine_code(chosen, tmp_path)
+    code = machine_code(chosen, tmp_path, spilled=8 * chosen.key_bits)
     (sass,), (merging,) = code["Selection"], code["SelectionMerge"]
     assert len(re.findall(r"\bHGMMA\b", sass)) == chosen.tile_d // 16 + chosen.tile_n // 16
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4  # a fence and a wait for each of two products
@@ -44,16 +45,18 @@ BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}": {"d": d, "right": True} for d in HEAD_DIMS},
     **{f"group{group}": {"group": group} for group in (1, 4, 64)},
     **{f"d{d}-everything": {"d": d, "dtype": "float16", **_BACKWARD_EVERYTHING} for d in HEAD_DIMS},
+    **{f"d{d}-block16": {"d": d, "block": 16, "right": True} for d in HEAD_DIMS},
+    "everything-block16": {"block": 16, "dtype": "float16", **_BACKWARD_EVERYTHING},
     "d64-dv128": {"d": 64, "d_v": 128},
 }
 
 
 @pytest.mark.parametrize("options", tiered(BACKWARD_CONFIGS, "d128", values=True))
 def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
-    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16} | options
-    dtype, d, group = (given.pop(name) for name in ("dtype", "d", "group"))
-    chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group)
-    code = machine_code(chosen, tmp_path)
+    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
+    dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
+    chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
+    code = machine_code(chosen, tmp_path, spilled=8 * chosen.key_bits)
     (sass,) = code["SelectionBackward"]
     # S, dP, then dV, dK and dQ, of 64 rows and keys each.
     products = chosen.tile_d // 16, chosen.tile_dv // 16, 4, 4, chosen.tile_d // 16

@@ -30,6 +30,13 @@ CASES: dict[str, dict[str, Any]] = {
                "seqused": True},
     "softcap": {"q": [40], "k": [130], "nheads": 4, "causal": True, "softcap": 3.0},
     "many-tiles": {"q": [100], "k": [60], "nheads": 16},
+    "blocks-of-16": {"q": [70], "k": [130], "nheads": 4, "causal": True, "block": 16, "top": 5},
+    "blocks-of-1": {"q": [33], "k": [100], "nheads": 16, "head_dim": 128, "causal": True, "block": 1, "top": 40},
+    "blocks-of-40": {"q": [33, 7], "k": [150, 150], "nheads": 6, "nheads_k": 2, "head_dim": 72, "head_dim_v": 128,
+                     "window_size": (50, 9), "block": 40, "seqused": True},
+    "blocks-of-100": {"q": [40], "k": [330], "nheads": 1, "dtype": torch.float16, "block": 100, "top": 3},
+    "packed-blocks-of-4": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "packed": True,
+                           "causal": True, "sink": True, "softcap": 3.0, "block": 4, "top": 12},
     "no-keys": {"q": [9, 3], "k": [0, 0], "packed": True, "sink": True},
 }  # fmt: skip
 
@@ -48,7 +55,7 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
     return random_selection(random_call(*lengths, **given), rng, block, top), rng
 
 
-@pytest.mark.parametrize("options", tiered(CASES, "causal", "many-tiles", values=True))
+@pytest.mark.parametrize("options", tiered(CASES, "causal", "many-tiles", "blocks-of-16", values=True))
 def test_forward(options: dict[str, Any]) -> None:
     for seed in range(1 if options.get("head_dim", 64) > 64 else 2):
         check(*drawn(options, seed))
@@ -70,7 +77,15 @@ def test_late_engines(late: str) -> None:
     check(call, rng, lagging=frozenset({late}))
 
 
-@pytest.mark.parametrize("options", tiered(CASES, "causal", values=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["loads", "warpgroups"])
+def test_late_engines_of_key_bits(late: str) -> None:
+    call, rng = drawn(CASES["many-tiles"] | {"block": 16, "top": 4}, 0)
+    check(call, rng, lagging=frozenset({late}))
+    check_gradients(call, rng, lagging=frozenset({late}))
+
+
+@pytest.mark.parametrize("options", tiered(CASES, "causal", "blocks-of-16", values=True))
 def test_gradients(options: dict[str, Any]) -> None:
     check_gradients(*drawn(options, 0), through_lse=True)
 
@@ -123,3 +138,15 @@ def test_rows_that_reach_nothing() -> None:
     assert (poisoned.out[:, 5:7] == 0).all()
     assert poisoned.lse[..., 5:7].isneginf().all()
     assert poisoned.lse[..., 20].isfinite().all()
+
+
+def test_blocks_that_share_a_tile_make_one_pick() -> None:
+    """All sixteens of a block of 64, selected in any order and several times, give the bits that the block gives."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    call, blocks = random_call([70], [200], causal=True, **given), torch.randint(-1, 4, (1, 1, 70, 2))
+    parts = torch.where(blocks[..., None] < 0, -1, 4 * blocks[..., None] + torch.arange(4)).flatten(3)
+    parts = torch.cat((parts, parts[..., :3]), 3)[..., torch.randperm(11)]
+    whole, found = (results_of(with_selection(call, *x), random.Random(0)) for x in ((blocks, 64), (parts, 16)))
+    assert bitwise_equal(whole.out, found.out)
+    assert bitwise_equal(whole.lse, found.lse)

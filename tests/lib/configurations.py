@@ -102,6 +102,7 @@ DESCRIBED: dict[str, Any] = {
     ),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm90-selection-two-warpgroups": selection_config("float16", 64, 128, Features(packed=True), block=128),
+    "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=4, block=16),
     "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),

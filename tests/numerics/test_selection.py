@@ -224,7 +224,6 @@ def test_which_backend_serves_it() -> None:
     ("gpu", "options", "words"),
     [
         ("sm100", {}, "key blocks selected per query"),
-        ("sm90", {"block": 32}, "blocks of 32 keys selected per query (multiples of 64)"),
         ("sm90", {"d": 136}, "d = 136 beside BlockMask.from_selection (up to 128)"),
         ("sm90", {"precise_gradients": True}, "precise_gradients=True beside BlockMask.from_selection"),
     ],

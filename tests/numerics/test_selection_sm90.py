@@ -54,7 +54,8 @@ def check(rng: random.Random) -> None:
         sink=rng.random() < 0.3,
         device="cuda",
     )
-    call = random_selection(call, rng, rng.choice([64, 128, 192]), rng.choice([0, 1, 2, 5, 16]))
+    block = rng.choice([64, 128, 192, 1, 4, 16, 32, 40, 100])
+    call = random_selection(call, rng, block, rng.choice([0, 1, 2, 5, 16]))
     max_logits = rng.random() < 0.3
     assert_matches_oracle(call, through_lse=rng.random() < 0.5, return_max_logits=max_logits, backend="sm90")
 
@@ -69,6 +70,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "group-of-4": {"nheads": 16, "nheads_k": 4, "head_dim": 128, "top": 16},
     "heads-alone": {"nheads": 4, "nheads_k": 4, "head_dim": 64, "top": 8},
     "blocks-of-128": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 8, "block": 128},
+    "blocks-of-16": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 64, "block": 16},
+    "blocks-of-4": {"nheads": 8, "nheads_k": 2, "head_dim": 64, "top": 128, "block": 4},
 }
 
 

@@ -9,12 +9,12 @@ from flash_attn_cute.kernels.arguments import SelectionNumbers, workspace_bytes
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.kernels.selection import (
-    BLOCKS,
     HEAD_DIMS,
     TILE_ROWS,
     TableSizes,
     backward_workspace_parts,
     num_columns,
+    num_parts,
     table_parts,
     workspace_parts,
 )
@@ -42,8 +42,6 @@ class SelectionPlan(NamedTuple):
 def limits(spec: AttentionSpec) -> tuple[str, ...]:
     """Why kernels cannot serve a selection; empty if they can."""
     reasons = []
-    if spec.selection_block % BLOCKS[0]:
-        reasons.append(f"blocks of {spec.selection_block} keys selected per query (multiples of {BLOCKS[0]})")
     for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
         if d > HEAD_DIMS[-1]:
             reasons.append(f"{name} = {d} {_BESIDE} (up to {HEAD_DIMS[-1]})")
@@ -57,9 +55,8 @@ def plan_selection(
     architecture: Architecture, spec: AttentionSpec, shapes: plan.Shapes, selected: tuple[int, ...], num_sms: int
 ) -> SelectionPlan:
     """The plan of a forward call whose selected blocks are (batch, heads, rows, top), on a GPU of so many SMs."""
-    block = next(size for size in reversed(BLOCKS) if spec.selection_block % size == 0)
     config = architecture.passes["selection"].configure(
-        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=block
+        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
     )
 
     def parts(units: int, rows: int, top: int, item_picks: int) -> dict[str, tuple[int, ...]]:
@@ -74,7 +71,7 @@ def plan_selection_backward(
 ) -> SelectionPlan:
     """The plan of a backward call, likewise."""
     config = architecture.passes["selection_backward"].configure(
-        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected)
+        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
     )
     columns = num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences)
 
@@ -108,8 +105,8 @@ def _plan(
     ``parts`` gives those of its workspace, of so many units, rows, top, and picks an item; of 0 picks without items.
     """
     sets_batch, sets_heads, rows, top = selected
-    blocks = spec.selection_block // config.tile_n
-    top *= blocks
+    tiles = num_parts(spec.selection_block, config.tile_n)
+    top *= tiles
     units = spec.nheads // config.group * math.prod(shapes.q[:-3])
     bytes_a_row = workspace_bytes(parts(1, 1, top, 0))
     launch_rows = max(1, min(rows, _WORKSPACE // bytes_a_row, _MAX_PICKS // (top * sets_batch * sets_heads)))
@@ -130,7 +127,8 @@ def _plan(
         sets_batch=sets_batch,
         sets_heads=sets_heads,
         columns=columns,
-        parts=blocks,
+        parts=tiles,
+        block=spec.selection_block if config.key_bits else None,
         item_picks=item_picks,
         num_items=sizes.items,
         num_chunks=sizes.chunks,
@@ -138,6 +136,6 @@ def _plan(
     )
     size, tables = (
         workspace_bytes(parts(launch_units, launch_rows, top, item_picks)),
-        workspace_bytes(table_parts(numbers)),
+        workspace_bytes(table_parts(config, numbers)),
     )
     return SelectionPlan(config, numbers, size + tables, tables, rows, units)

@@ -4,6 +4,10 @@ A pick is a query and a block that it selects. Its number is ``top`` times the q
 first, plus the block's rank. Columns are the key blocks of all sequences. A set is a selection, of a batch entry and
 some heads.
 
+Selected blocks that are no multiple of 64 keys (``config.key_bits``) may share one of the kernels' blocks, or have keys
+of two. The first of a row's ranks with keys in a kernel's block is the row's pick there, with a bit for each key of the
+block that the row selects and sees. The other ranks have no pick there.
+
 The tables list the picks of each column in ascending order. They are made by a stable counting sort, in three kernels:
 
 1. ``PickCounts``: a warp counts the picks of a chunk by their columns, which it also writes.
@@ -21,11 +25,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_attn_cute.kernels.common.assembly import bit_mask
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of, sequence_of_row
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, PICKS_AT_ONCE, table_parts
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, PICKS_AT_ONCE, table_parts
 
 _LANES = 32
 _WARPS = 4  # of a CTA that counts or places
@@ -43,18 +48,20 @@ class SelectionTables(NamedTuple):
     mItemSpans: cute.Tensor  # (set, column, and one behind the last): the first item of each column
     mStarts: cute.Tensor  # (set, column): the first entry of each column
     mCounts: cute.Tensor  # (set, chunk, column): picks of the chunk; and then those of the chunks before
+    mKeyBits: cute.Tensor | None = None  # (set, pick, word): keys of its block, of picks of columns
 
 
 class SelectionTableKernels:
     """The kernels that make the tables."""
 
     def __init__(self, config: Any):
+        self.config = config
         self.kernels = PickCounts(config), PickItems(config), PickPlaces(config)
 
     @cute.jit
     def __call__(self, a: Any, stream) -> SelectionTables:  # type: ignore[no-untyped-def]
         """Launches the kernels, if the launch is the first for its rows; later ones find the tables of the first."""
-        tables = SelectionTables(**carved(a.mTables, table_parts(a.numbers), Int32))
+        tables = SelectionTables(**carved(a.mTables, table_parts(self.config, a.numbers), Int32))
         if a.numbers.first_unit == 0:
             for kernel in self.kernels:
                 kernel(a, tables, stream)
@@ -138,17 +145,60 @@ class PickCounts(_Chunks):
         self, a: Any, tables: SelectionTables, which: Int32, pick: Int32, stop: Int32, first: Int32, selected: Int32
     ) -> Int32:
         """Column of a pick below ``stop``, else -1; written by the warps of the first columns."""
-        n = a.numbers
-        block = selected * n.parts + pick % n.top % n.parts
-        column = self._find(a, n.first_row + cutlass.min(pick, stop - 1) // n.top, block)
+        n, size = a.numbers, self.config.tile_n
+        row, rank = n.first_row + cutlass.min(pick, stop - 1) // n.top, pick % n.top
+        first_column, start, stop_key, hidden = self._visible(a, row)
+        if const_expr(self.config.key_bits):
+            block = selected * n.block // size + rank % n.parts
+            ranks = a.mSelected[which // n.sets_heads, which % n.sets_heads, row, None]
+            bits = self._bits(n, ranks, rank // n.parts, block * size, start, stop_key)
+            is_seen = bits[0] != 0
+            for word in cutlass.range_constexpr(1, KEY_WORDS):
+                is_seen = is_seen or bits[word] != 0
+            if is_seen and first == 0 and pick < stop:
+                cute.autovec_copy(bits, tables.mKeyBits[which, pick, None])
+        else:
+            block = selected * n.parts + rank % n.parts
+            is_seen = start < stop_key and (block + 1) * size > start and block * size < stop_key
+        column = first_column + block if is_seen else hidden
         if first == 0 and pick < stop:
             tables.mColumns[which, pick] = column
         return column if pick < stop else Int32(-1)
 
     @cute.jit
-    def _find(self, a: Any, row: Int32, block: Int32) -> Int32:
-        """Column of a block that a row selects."""
-        features, size, columns, sequence = self.config.features, self.config.tile_n, a.numbers.columns, Int32(0)
+    def _bits(
+        self, n: Any, ranks: cute.Tensor, rank: Int32, first_key: Int32, start: Int32, stop: Int32
+    ) -> cute.Tensor:
+        """Bits of the keys of a block that a row selects and sees; none if an earlier rank has keys in the block.
+
+        Args:
+            n: of the launch.
+            ranks: the row's selected blocks, in ascending order.
+            rank: of the selected block.
+            first_key: of the kernel's block.
+            start: key that the row sees first.
+            stop: the key behind the last.
+        """
+        bits = cute.make_rmem_tensor(KEY_WORDS, Int32)
+        bits.fill(0)
+        lower, upper = cutlass.max(start - first_key, 0), cutlass.min(stop - first_key, self.config.tile_n)
+        is_first = rank == 0 or (ranks[cutlass.max(rank - 1, 0)] + 1) * n.block <= first_key
+        first = ranks[rank] * n.block - first_key  # of the next selected block
+        if is_first and first + n.block > 0 and lower < upper:
+            while first < upper:
+                for word in cutlass.range_constexpr(KEY_WORDS):
+                    begin = cutlass.max(cutlass.max(first, lower) - 32 * word, 0)
+                    end = cutlass.min(first + n.block, upper) - 32 * word
+                    bits[word] = bits[word] | bit_mask(begin, cutlass.max(end - begin, 0))
+                rank += 1
+                first = ranks[cutlass.min(rank, ranks.shape[0] - 1)] * n.block - first_key
+                first = first if rank < ranks.shape[0] else upper
+        return bits
+
+    @cute.jit
+    def _visible(self, a: Any, row: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """First column of a row's sequence, the keys start .. stop that it sees there, and the column of no key."""
+        features, columns, sequence = self.config.features, a.numbers.columns, Int32(0)
         is_real = Boolean(True)
         if const_expr(features.packed):
             last = a.mCuSeqlensQ.shape[0] - 2
@@ -159,10 +209,8 @@ class PickCounts(_Chunks):
         is_real = is_real and row - q.start < q.length
         window, edges = Window.of(features, a, q.length, k.length), Edges(left=features.left, right=True)
         start, stop = visible_columns(row - q.start, Int32(0), k.length, window, edges)
-        start = cutlass.max(start, 0)
-        is_seen = start < stop and (block + 1) * size > start and block * size < stop
-        hidden = columns if is_real else columns + 1
-        return _first_column(self.config, k, sequence) + block if is_real and is_seen else hidden
+        stop = stop if is_real else Int32(0)
+        return _first_column(self.config, k, sequence), cutlass.max(start, 0), stop, columns if is_real else columns + 1
 
     def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
         """Nothing is placed yet."""

@@ -232,6 +232,25 @@ def mask_outside_interval(
 
 
 @cute.jit
+def mask_outside_bits(acc_S: cute.Tensor, cS: cute.Tensor, bits: cute.Tensor, nothing: Float32) -> None:
+    """Masks scores whose column's bit of their row is 0, by selection.
+
+    Args:
+        acc_S: a warpgroup's scores.
+        cS: their (row, column) coordinates.
+        bits: of this thread's rows, (word, row): a bit a column.
+        nothing: what hidden scores become.
+    """
+    scores, first_of_thread = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for word in cutlass.range_constexpr(cute.size(bits, mode=[0])):
+            own = bits[word, r] >> first_of_thread
+            for c in cutlass.range_constexpr(8 * word, 8 * word + 8):
+                is_visible = own & (1 << (c // 2 * 8 + c % 2 - 32 * word)) != 0
+                scores[r, c] = cutlass.select_(is_visible, scores[r, c], nothing)
+
+
+@cute.jit
 def hide(
     acc_S: cute.Tensor,
     cS: cute.Tensor,

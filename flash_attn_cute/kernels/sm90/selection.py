@@ -33,10 +33,10 @@ from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval, raise_logits
+from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, mask_hidden, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -118,7 +118,7 @@ class SelectionSm90(ItemKernel):
                 if warp_idx == 0:
                     self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
                 if warp_idx < self.config.num_mma_warpgroups:
-                    self.transfers.load_picks(a, tables.mEntries, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
+                    self.transfers.load_picks(a, tables, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
@@ -218,16 +218,18 @@ class SelectionSm90(ItemKernel):
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [entries[row // c.group] for row in rows]
         stored = [entries[(i + thread) % c.picks_a_tile] for i in range(0, c.picks_a_tile, _LANES)]
-        visible = visible_keys(c, work.arguments, work.item, picks)
+        visible = visible_keys(
+            c, work.arguments, work.item, picks, shared.bits_of(rows, c.group, stage, work.warpgroup)
+        )
         warpgroup.wait_group(0)
         ring.release(step)  # to the producer warp
         if const_expr(c.features.softcap):
             if const_expr(c.features.max_logits):
                 scale = work.arguments.numbers.softmax_scale
-                mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(scale))
+                mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(scale))
                 raise_logits(work.max_logits, acc_S, scale)
             cap(acc_S, work.scales.tanh)
-        mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(work.scales.log2))
+        mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(work.scales.log2))
         work.softmax.reset()
         work.softmax.step(acc_S, work.rP, acc_O, True)
         if const_expr(c.features.max_logits and not c.features.softcap):  # else row_max is of capped scores

@@ -24,6 +24,7 @@ class SelectedConfig(Sm90Config):
     tile_dv: int  # columns of v
     tile_n: int  # keys of a block
     group: int  # heads of a query that are rows of one tile: a divisor of 64
+    key_bits: bool  # whether picks have a bit for each key: selected blocks are not made of whole blocks of 64
 
     @property
     def picks_a_tile(self) -> int:
@@ -37,8 +38,10 @@ class SelectedConfig(Sm90Config):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers a thread of the producer warpgroup and of the others."""
-        return (32, 160) if self.num_mma_warpgroups == 3 else (40, 232)
+        """Registers a thread of the producer warpgroup, which loads bits of keys, too, and of the others."""
+        if self.num_mma_warpgroups == 3:
+            return (40, 152) if self.key_bits else (32, 160)
+        return 40, 232
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,30 @@ class SelectionBackwardConfig(SelectedConfig):
 def selection_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, block: int = BLOCKS[0]
 ) -> SelectionConfig:
-    """The configuration that serves a call, of blocks of so many keys and groups of so many heads."""
-    return SelectionConfig(**_fields(dtype, head_dim, head_dim_v, features, group, _READ), tile_n=block)
+    """The configuration that serves a call, of selected blocks of so many keys and groups of so many heads."""
+    given = _fields(dtype, head_dim, head_dim_v, features, group, block, _READ)
+    tile_n = next((size for size in reversed(BLOCKS) if block % size == 0), BLOCKS[0])
+    return SelectionConfig(**given, tile_n=tile_n)
 
 
 def selection_backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, block: int = BLOCKS[0]
 ) -> SelectionBackwardConfig:
-    """The configuration that serves the backward pass of a call, of groups of so many heads."""
-    given = _fields(dtype, head_dim, head_dim_v, features, group, _READ_BACKWARD)
+    """The configuration that serves the backward pass of a call, likewise."""
+    given = _fields(dtype, head_dim, head_dim_v, features, group, block, _READ_BACKWARD)
     return SelectionBackwardConfig(**given, tile_n=BLOCKS[0])
 
 
 def _fields(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, group: int, read: tuple[str, ...]
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, group: int, block: int, read: tuple[str, ...]
 ) -> dict[str, Any]:
     tile_d, tile_dv = (next(n for n in HEAD_DIMS if n >= d) for d in (head_dim, head_dim_v))
     kept = replace(Features(), **{name: getattr(features, name) for name in read})
-    return {"dtype": dtype, "tile_d": tile_d, "features": kept, "tile_dv": tile_dv, "group": group}
+    return {
+        "dtype": dtype,
+        "tile_d": tile_d,
+        "features": kept,
+        "tile_dv": tile_dv,
+        "group": group,
+        "key_bits": block % BLOCKS[0] != 0,
+    }

@@ -1,7 +1,7 @@
 """The schedules of the main kernels of selections: ``selection`` and ``backward.selection``."""
 
 from flash_attn_cute.kernels.schedule import Buffer, Order, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.selection import TILE_ROWS
+from flash_attn_cute.kernels.selection import KEY_WORDS, TILE_ROWS
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig, SelectionBackwardConfig
 
 # Warpgroups are independent: which of them has the tensor cores is left to the hardware.
@@ -59,7 +59,7 @@ def selection_schedule(config: SelectedConfig) -> Schedule:
 
 def _buffers(c: SelectedConfig, is_backward: bool) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
-    warpgroups, of_tile = c.num_mma_warpgroups, (c.stages, c.num_mma_warpgroups)
+    warpgroups, of_tile, words = c.num_mma_warpgroups, (c.stages, c.num_mma_warpgroups), c.key_bits * KEY_WORDS
     results: tuple[Buffer, ...] = (operand("sO", (TILE_ROWS, c.tile_dv, warpgroups), "row, d_v, warpgroup"),)
     if is_backward:
         results = (
@@ -69,6 +69,7 @@ def _buffers(c: SelectedConfig, is_backward: bool) -> tuple[Buffer, ...]:
         )
     return (
         Buffer("entries", (c.picks_a_tile, *of_tile), "pick, stage, warpgroup", "int32"),
+        Buffer("key_bits", (words, c.picks_a_tile, *of_tile), "word, pick, stage, warpgroup", "int32", align=8),
         operand("sK", (c.tile_n, c.tile_d), "key, d"),
         operand("sV", (c.tile_n, c.tile_dv), "key, d_v"),
         operand("sQ", (TILE_ROWS, c.tile_d, *of_tile), "row, d, stage, warpgroup"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -14,7 +14,8 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, TILE_ROWS
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, TILE_ROWS
+from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
@@ -26,6 +27,7 @@ class BlockShared:
     """Shared memory of a block of keys and of tiles of picks, and what guards it: as the schedules describe it."""
 
     entries: cute.Tensor
+    key_bits: cute.Tensor | None
     sK: cute.Tensor
     sV: cute.Tensor
     sQ: cute.Tensor
@@ -37,6 +39,12 @@ class BlockShared:
         """Ring of a warpgroup's tiles."""
         first = self.first_q_ring
         return Ring(first.barriers + 2 * first.stages * warpgroup, first.stages, first.num_bytes)
+
+    def bits_of(self, rows: list[Int32], group: int, stage: Int32, warpgroup: Int32) -> list[cute.Tensor]:
+        """Words of the picks of a tile's rows, ``group`` rows each; none if the configuration does without."""
+        if self.key_bits is None:
+            return []
+        return [self.key_bits[None, row // group, stage, warpgroup] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,42 @@ class Item:
 
 @cute.jit
 def visible_keys(
-    config: cutlass.Constexpr, a: SelectionArguments, item: cutlass.Constexpr, picks: cutlass.Constexpr
+    config: cutlass.Constexpr,
+    a: SelectionArguments,
+    item: cutlass.Constexpr,
+    picks: cutlass.Constexpr,
+    key_bits: cutlass.Constexpr,
 ) -> cute.Tensor:
-    """Keys that the queries of some picks attend to, as (first and behind the last, pick)."""
+    """Keys that the queries of some picks attend to, as (first and behind the last, pick).
+
+    With ``config.key_bits`` as (word, pick), a bit for each key of the item's block, from each pick's ``key_bits``.
+    """
     f, n, q, k = config.features, a.numbers, item.q, item.k
     window, edges = Window.of(f, a, q.length, k.length), Edges(left=f.left, right=True)
     found = cute.make_rmem_tensor((2, len(picks)), Int32)
     for r in cutlass.range_constexpr(len(picks)):
-        row = n.first_row + picks[r] // n.top - q.start
-        found[0, r], found[1, r] = visible_columns(row, Int32(0), k.length, window, edges)
+        if const_expr(config.key_bits):
+            cute.autovec_copy(key_bits[r], found[None, r])
+        else:
+            row = n.first_row + picks[r] // n.top - q.start
+            found[0, r], found[1, r] = visible_columns(row, Int32(0), k.length, window, edges)
     return found
+
+
+@cute.jit
+def mask_hidden(
+    config: cutlass.Constexpr,
+    acc_S: cute.Tensor,
+    cS: cute.Tensor,
+    visible: cute.Tensor,
+    item: cutlass.Constexpr,
+    nothing: Float32,
+) -> None:
+    """Masks scores of keys that are not ``visible_keys``: they become ``nothing``."""
+    if const_expr(config.key_bits):
+        mask_outside_bits(acc_S, cS, visible, nothing)
+    else:
+        mask_outside_interval(acc_S, cS, visible, item.first_key, config.tile_n, nothing)
 
 
 def box_of_heads(dtype: type, group: int) -> cute.ComposedLayout:
@@ -110,7 +144,7 @@ class SelectionTransfers:
     def load_picks(
         self,
         a: SelectionArguments,
-        mEntries: cute.Tensor,
+        tables: SelectionTables,
         unit: cutlass.Constexpr,
         item: cutlass.Constexpr,
         loads: cutlass.Constexpr,
@@ -123,7 +157,7 @@ class SelectionTransfers:
 
         Args:
             a: of the launch.
-            mEntries: (set, pick), see ``SelectionTables``.
+            tables: of the launch's rows.
             unit: whose heads.
             item: whose picks.
             loads: TMA tiles over (heads, d, row, batch), and where they go: (row, column, stage, warpgroup).
@@ -133,16 +167,19 @@ class SelectionTransfers:
         c, top, lane = self.config, a.numbers.top, cute.arch.lane_idx()
         batch = Int32(0) if const_expr(c.features.packed) else unit.batch
         ring, picks, first_head = shared.q_ring(warpgroup), c.picks_a_tile, unit.number * c.group
-        entries = mEntries[unit.set, None]
+        entries = tables.mEntries[unit.set, None]
         step = Int32(0)
         for first in cutlass.range(item.start + warpgroup * picks, item.stop, c.num_mma_warpgroups * picks, unroll=1):
             own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, _LANES)]
             rows = [a.numbers.first_row + entry // top for entry in own]
+            bits = self._load_key_bits(tables, unit, own)
             ring.wait_empty(step)  # from the warpgroup: the tile that had this stage before is done
             stage = ring.stage(step)
             for i in cutlass.range_constexpr(len(own)):
                 if i * _LANES + lane < picks:
                     shared.entries[i * _LANES + lane, stage, warpgroup] = own[i]
+                    if const_expr(c.key_bits):
+                        cute.autovec_copy(bits[i], shared.key_bits[None, i * _LANES + lane, stage, warpgroup])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ring.announce(step)
@@ -157,3 +194,16 @@ class SelectionTransfers:
                             gX = tX.at(first_head, first_head + c.group, row, batch, column)
                             tX.load(gX, tile, ring.full(step))
             step += 1
+
+    @cute.jit
+    def _load_key_bits(
+        self, tables: SelectionTables, unit: cutlass.Constexpr, picks: cutlass.Constexpr
+    ) -> list[cute.Tensor]:
+        """Words of each of some picks; none without ``config.key_bits``."""
+        found = []
+        if const_expr(self.config.key_bits):
+            for pick in picks:
+                words = cute.make_rmem_tensor(KEY_WORDS, Int32)
+                cute.autovec_copy(tables.mKeyBits[unit.set, pick, None], words)
+                found.append(words)
+        return found

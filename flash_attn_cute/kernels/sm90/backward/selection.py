@@ -32,10 +32,10 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, backward_workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_columns, store_row, store_rows, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import cap, mask_outside_interval
+from flash_attn_cute.kernels.sm90.scores import cap
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, visible_keys
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, mask_hidden, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
@@ -139,7 +139,7 @@ class SelectionBackwardSm90(ItemKernel):
                     self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
                 if warp_idx < self.config.num_mma_warpgroups:
                     loads = ((tma.Q, shared.sQ), (tma.dO, shared.sdO))
-                    self.transfers.load_picks(a, tables.mEntries, unit, item, loads, shared, warp_idx)
+                    self.transfers.load_picks(a, tables, unit, item, loads, shared, warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
@@ -249,12 +249,15 @@ class SelectionBackwardSm90(ItemKernel):
         gemm(work.mmas.S, work.acc_dP, work.tPrdO[None, None, None, stage], work.tPrV, is_first=True)
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [shared.entries[row // c.group, stage, work.warpgroup] for row in rows]
-        visible = visible_keys(c, work.arguments, work.item, picks)
+        visible = visible_keys(
+            c, work.arguments, work.item, picks, shared.bits_of(rows, c.group, stage, work.warpgroup)
+        )
         lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for r in cutlass.range_constexpr(2):
             place = work.unit_idx, picks[r] // n.top, rows[r] % c.group
             lse[r], delta[r] = work.mLSE[place], work.mDelta[place]
-            visible[1, r] = visible[1, r] if rows[r] // c.group < num_picks else Int32(0)
+            for i in cutlass.range_constexpr(0 if c.key_bits else 1, 2):  # no bits, or an interval that ends at 0
+                visible[i, r] = visible[i, r] if rows[r] // c.group < num_picks else Int32(0)
         warpgroup.wait_group(1)
         self._compute_P(work, visible, lse)
         cute.arch.barrier(**together)  # all warps' products of the last tile have read P and dS
@@ -286,7 +289,7 @@ class SelectionBackwardSm90(ItemKernel):
         c, acc_S, log2 = self.config, work.acc_S, work.scales.log2
         if const_expr(c.features.softcap):
             cap(acc_S, work.scales.tanh)
-        mask_outside_interval(acc_S, work.cS, visible, work.item.first_key, c.tile_n, hidden(log2))
+        mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(log2))
         packed = cute.recast_tensor(work.rP, Int32)
         for i in cutlass.range_constexpr(cute.size(packed)):
             low, high = (cute.math.exp2(fma(acc_S[2 * i + j], log2, -lse[i % 2]), fastmath=True) for j in range(2))
