@@ -26,6 +26,14 @@ FORWARD: dict[str, dict[str, Any]] = {
     "d128-row-of-a-bias": {"head_dim": 128, "bias": (1, 0, 1), "nheads": 3, "causal": True},
     "d256": {"head_dim": 256, "causal": True},
 }
+MAX_LOGITS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "negative-scale": {"causal": True, "softmax_scale": -0.3},
+    "grouped": {"nheads": 4, "nheads_k": 1, "packed": True},
+    "d128-softcap-window": {"head_dim": 128, "softcap": 2.0, "window_size": (90, 20)},
+    "mask": {"mask": (1, 1)},
+    "bias": {"bias": (1, 1), "causal": True},
+}
 BACKWARD: dict[str, dict[str, Any]] = {
     "d64": {},
     "d128-packed": {"head_dim": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
@@ -64,6 +72,18 @@ def with_blocks(call: Call, size: int) -> Call:
 @pytest.mark.parametrize("options", tiered(FORWARD, "d64-causal", values=True))
 def test_forward(options: dict[str, Any]) -> None:
     forward.check(drawn([130], [200], **options), random.Random(0), capability=H100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", MAX_LOGITS.values(), ids=MAX_LOGITS)
+def test_max_logits(options: dict[str, Any]) -> None:
+    """Of logits of both signs, and of negative ones alone, which kernels compare in another way."""
+    call = drawn([130], [300], **options)
+    forward.check(call, random.Random(0), capability=H100, max_logits=True)
+    with torch.no_grad():
+        call.q.abs_().add_(0.1)
+        call.k.abs_().add_(0.1).neg_()
+    forward.check(call, random.Random(0), capability=H100, max_logits=True)
 
 
 @pytest.mark.slow
