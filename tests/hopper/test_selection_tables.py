@@ -67,7 +67,7 @@ def made(call: Call, rng: random.Random, **replaced: Any) -> tuple[dict[str, Ten
 def visible_columns(
     inputs: AttentionInputs, spec: AttentionSpec, call: Call, which: int, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """What all picks (row, rank) of a set are.
+    """Columns and bits of all picks (row, rank) of a set.
 
     Columns: ``columns`` of those without a visible key, and of all but a row's first in a block; one more of padding.
     Bits of visible keys, a word for 32.
