@@ -6,7 +6,6 @@ from lab.bugs.code import (
     KIND,
     LEADING,
     MMA,
-    PARITY,
     PRODUCER,
     STRIDE,
     SWIZZLE,
@@ -18,7 +17,6 @@ from lab.bugs.code import (
     commits,
     find,
     registers_kept,
-    uncounted,
     waits,
 )
 from lab.bugs.table import (
@@ -28,8 +26,12 @@ from lab.bugs.table import (
     Bug,
     Bugs,
     columns_not_freed,
+    counted_short,
+    no_arrival,
     no_fence_after,
     no_fence_before,
+    no_wait,
+    wrong_phase,
 )
 
 _DRAIN, _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
@@ -49,82 +51,62 @@ _POLL = find(_ADD, "ld.acquire")
 BACKWARD: Bugs = {
     "missing wait": (
         *(
-            Bug(
+            no_wait(
                 f"{role} warps read a tile before it is there",
-                waits(BACKWARD_WARPS[role][0], "tiles.full").left_out(),
+                BACKWARD_WARPS[role][0],
+                "tiles.full",
                 "d64",
                 frozenset({PRODUCER}),
             )
             for role in ("mma", "compute", "drain", "adding")
         ),
-        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d64", LOADS_LAG),
-        Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "d64", LOADS_LAG),
-        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d64", LOADS_LAG),
-        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "d64", LOADS_LAG),
-        Bug("dV is begun before P is stored", waits(MMA, "scores.empty").left_out(), "d64", _COMPUTE_LAGS),
-        Bug("dK and dQ are begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "d64", _COMPUTE_LAGS),
-        Bug(
+        no_wait("scores are begun before K is there", MMA, "k.full", "d64", LOADS_LAG),
+        no_wait("scores are begun before Q is there", MMA, "q.full", "d64", LOADS_LAG),
+        no_wait("dP is begun before V is there", MMA, "v.full", "d64", LOADS_LAG),
+        no_wait("dP is begun before dO is there", MMA, "do.full", "d64", LOADS_LAG),
+        no_wait("dV is begun before P is stored", MMA, "scores.empty", "d64", _COMPUTE_LAGS),
+        no_wait("dK and dQ are begun before dS is stored", MMA, "dp.empty", "d64", _COMPUTE_LAGS, count=2),
+        no_wait(
             "dQ overwrites the last step's, which drain warps have not read",
-            waits(MMA, "dq.empty", 2).left_out(),
+            MMA,
+            "dq.empty",
             "steps",
             _DRAIN_LAGS,
+            count=2,
         ),
-        Bug(
-            "dP overwrites the last step's dQ, which drain warps have not read",
-            waits(MMA, "dq.empty").left_out(),
-            "d128",
-            _DRAIN_LAGS,
+        no_wait(
+            "dP overwrites the last step's dQ, which drain warps have not read", MMA, "dq.empty", "d128", _DRAIN_LAGS
         ),
-        Bug(
-            "compute warps read scores that are not complete",
-            waits(_COMPUTE, "scores.full").left_out(),
-            "d64",
-            PRODUCTS_LAG,
-        ),
-        Bug("compute warps read dP that is not complete", waits(_COMPUTE, "dp.full").left_out(), "d64", PRODUCTS_LAG),
-        Bug("compute warps read dV that is not complete", waits(_COMPUTE, "dv.full").left_out(), "d64", PRODUCTS_LAG),
-        Bug(
-            "compute warps read dK that is not complete",
-            waits(_OTHER_COMPUTE, "dk.full").left_out(),
-            "d64",
-            PRODUCTS_LAG,
-        ),
-        Bug("drain warps read dQ that is not complete", waits(_DRAIN, "dq.full").left_out(), "d64", PRODUCTS_LAG),
-        Bug(
+        no_wait("compute warps read scores that are not complete", _COMPUTE, "scores.full", "d64", PRODUCTS_LAG),
+        no_wait("compute warps read dP that is not complete", _COMPUTE, "dp.full", "d64", PRODUCTS_LAG),
+        no_wait("compute warps read dV that is not complete", _COMPUTE, "dv.full", "d64", PRODUCTS_LAG),
+        no_wait("compute warps read dK that is not complete", _OTHER_COMPUTE, "dk.full", "d64", PRODUCTS_LAG),
+        no_wait("drain warps read dQ that is not complete", _DRAIN, "dq.full", "d64", PRODUCTS_LAG),
+        no_wait(
             "drain warps overwrite a piece of dQ that has not been added",
-            waits(_DRAIN, "pieces_even.empty", 2).left_out(),
+            _DRAIN,
+            "pieces_even.empty",
             "d64",
             _ADDING_LAGS,
+            count=2,
         ),
-        Bug(
-            "a piece of dQ is added before it is there",
-            waits(_ADD, "pieces_even.full", 2).left_out(),
-            "d64",
-            _DRAIN_LAGS,
-        ),
+        no_wait("a piece of dQ is added before it is there", _ADD, "pieces_even.full", "d64", _DRAIN_LAGS, count=2),
         Bug(
             "the place of a piece of dQ is given back while TMA still reads it",
             find(_ADD, "cp.async.bulk.wait_group.read", 2).left_out(),
             "d64",
             STORES_LAG,
         ),
-        Bug(
-            "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty").left_out(), "steps", PRODUCTS_LAG
-        ),
-        Bug(
-            "dO is loaded over dO that products still read",
-            waits(PRODUCER, "do.empty").left_out(),
-            "d128",
-            PRODUCTS_LAG,
-        ),
-        Bug(
-            "K is loaded over dK that TMA still reads", waits(PRODUCER, "k.empty").left_out(), "d128-tiles", STORES_LAG
-        ),
-        Bug(
+        no_wait("Q is loaded over Q that products still read", PRODUCER, "q.empty", "steps", PRODUCTS_LAG),
+        no_wait("dO is loaded over dO that products still read", PRODUCER, "do.empty", "d128", PRODUCTS_LAG),
+        no_wait("K is loaded over dK that TMA still reads", PRODUCER, "k.empty", "d128-tiles", STORES_LAG),
+        no_wait(
             "a tile is published in the place of one that is still worked on",
-            waits(PRODUCER, "tiles.empty", 2).left_out(),
+            PRODUCER,
+            "tiles.empty",
             "tiles",
             _ADDING_LAGS,
+            count=2,
         ),
         Bug(
             "the CTA ends while TMA still reads dV and dK",
@@ -134,16 +116,12 @@ BACKWARD: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug("the mma warp waits for the phase of V that is over", waits(MMA, "v.full").flipped(PARITY), "d64"),
-        Bug("the mma warp is a phase late with dS", waits(MMA, "dp.empty", 2).flipped(PARITY), "d64"),
-        Bug("the producer waits for K as if stages began full", waits(PRODUCER, "k.empty").flipped(PARITY), "d64"),
-        Bug("compute warps are a phase late with scores", waits(_COMPUTE, "scores.full").flipped(PARITY), "d64"),
-        Bug("drain warps are a phase late with dQ", waits(_DRAIN, "dq.full").flipped(PARITY), "d64"),
-        Bug(
-            "adding warps wait for the phase of pieces that is over",
-            waits(_ADD, "pieces_even.full", 2).flipped(PARITY),
-            "d64",
-        ),
+        wrong_phase("the mma warp waits for the phase of V that is over", MMA, "v.full", "d64"),
+        wrong_phase("the mma warp is a phase late with dS", MMA, "dp.empty", "d64", count=2),
+        wrong_phase("the producer waits for K as if stages began full", PRODUCER, "k.empty", "d64"),
+        wrong_phase("compute warps are a phase late with scores", _COMPUTE, "scores.full", "d64"),
+        wrong_phase("drain warps are a phase late with dQ", _DRAIN, "dq.full", "d64"),
+        wrong_phase("adding warps wait for the phase of pieces that is over", _ADD, "pieces_even.full", "d64", count=2),
     ),
     "wrong stage": (
         Bug(
@@ -206,25 +184,10 @@ BACKWARD: Bugs = {
         Bug("P is stored a column further", _P_STORED.rewritten(r"\+ 0\]", "+ 1]"), "d64"),
     ),
     "wrong count": (
-        Bug(
-            "dS is said to be there when half the warps have stored it",
-            uncounted("dp.empty", 4),
-            "d64",
-            _COMPUTE_LAGS,
-            lint="arrivals",
-        ),
-        Bug(
-            "Q is said to be read when lse is, but for a warp's",
-            uncounted("q.empty", 1),
-            "steps",
-            PRODUCTS_LAG,
-            lint="arrivals",
-        ),
-        Bug(
-            "a piece of dQ is said to be there when three of four warps have written it",
-            uncounted("pieces_even.full", 1),
-            "d64",
-            lint="arrivals",
+        counted_short("dS is said to be there when half the warps have stored it", "dp.empty", 4, "d64", _COMPUTE_LAGS),
+        counted_short("Q is said to be read when lse is, but for a warp's", "q.empty", 1, "steps", PRODUCTS_LAG),
+        counted_short(
+            "a piece of dQ is said to be there when three of four warps have written it", "pieces_even.full", 1, "d64"
         ),
         Bug(
             "all threads of a warp arrive for it",
@@ -246,24 +209,14 @@ BACKWARD: Bugs = {
             "d64",
             lint="arrivals",
         ),
-        Bug(
-            "drain warps do not say that they have read dQ",
-            arrivals(_DRAIN, "dq.empty").left_out(),
-            "steps",
-            lint="arrivals",
-        ),
+        no_arrival("drain warps do not say that they have read dQ", _DRAIN, "dq.empty", "steps"),
         Bug(
             "adding warps do not give places of pieces back",
             arrivals(_ADD, "pieces_even.empty", 2).left_out(),
             "steps",
             lint="arrivals",
         ),
-        Bug(
-            "compute warps do not say that they have read lse",
-            arrivals(_COMPUTE, "q.empty").left_out(),
-            "steps",
-            lint="arrivals",
-        ),
+        no_arrival("compute warps do not say that they have read lse", _COMPUTE, "q.empty", "steps"),
         Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "tiles"),
     ),
     "wrong order": (

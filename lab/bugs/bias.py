@@ -1,7 +1,7 @@
 """Bugs of the kernel that computes a bias's gradient."""
 
-from lab.bugs.code import ACCUMULATES, BIAS_WARPS, MMA, PARITY, PRODUCER, TARGET, arrivals, commits, find, waits
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs
+from lab.bugs.code import ACCUMULATES, BIAS_WARPS, MMA, PRODUCER, TARGET, arrivals, commits, find, waits
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
 
 _COMPUTE = BIAS_WARPS["compute"][0]  # the first warp
 _COMPUTE_LAGS, _HALF_LAGS = frozenset(BIAS_WARPS["compute"]), frozenset(BIAS_WARPS["compute"][4:])
@@ -13,61 +13,28 @@ _MEETINGS = find(_COMPUTE, "bar.sync", 4)[1:3]  # of warps that compute
 
 BIAS: Bugs = {
     "missing wait": (
-        Bug("scores are begun before Q and K are there", waits(MMA, "qk.full").left_out(), "one", LOADS_LAG),
-        Bug("dP is begun before dO and V are there", waits(MMA, "dov.full").left_out(), "one", LOADS_LAG),
-        Bug(
-            "dP overwrites that which compute warps have not read",
-            waits(MMA, "dp.empty").left_out(),
-            "several",
-            _COMPUTE_LAGS,
+        no_wait("scores are begun before Q and K are there", MMA, "qk.full", "one", LOADS_LAG),
+        no_wait("dP is begun before dO and V are there", MMA, "dov.full", "one", LOADS_LAG),
+        no_wait("dP overwrites that which compute warps have not read", MMA, "dp.empty", "several", _COMPUTE_LAGS),
+        no_wait("compute warps read scores that are not complete", _COMPUTE, "scores.full", "one", PRODUCTS_LAG),
+        no_wait("compute warps read dP that is not complete", _COMPUTE, "dp.full", "one", PRODUCTS_LAG),
+        no_wait("Q and K are loaded over those that scores still read", PRODUCER, "qk.empty", "several", PRODUCTS_LAG),
+        no_wait("dO and V are loaded over those that dP still reads", PRODUCER, "dov.empty", "several", PRODUCTS_LAG),
+        no_wait(
+            "compute warps do not wait for published pieces", _COMPUTE, "pieces.full", "one", frozenset({PRODUCER})
         ),
-        Bug(
-            "compute warps read scores that are not complete",
-            waits(_COMPUTE, "scores.full").left_out(),
-            "one",
-            PRODUCTS_LAG,
-        ),
-        Bug("compute warps read dP that is not complete", waits(_COMPUTE, "dp.full").left_out(), "one", PRODUCTS_LAG),
-        Bug(
-            "Q and K are loaded over those that scores still read",
-            waits(PRODUCER, "qk.empty").left_out(),
-            "several",
-            PRODUCTS_LAG,
-        ),
-        Bug(
-            "dO and V are loaded over those that dP still reads",
-            waits(PRODUCER, "dov.empty").left_out(),
-            "several",
-            PRODUCTS_LAG,
-        ),
-        Bug(
-            "compute warps do not wait for published pieces",
-            waits(_COMPUTE, "pieces.full").left_out(),
-            "one",
-            frozenset({PRODUCER}),
-        ),
-        Bug(
-            "the mma warp does not wait for published pieces",
-            waits(MMA, "pieces.full").left_out(),
-            "unseen",
-            frozenset({PRODUCER}),
-        ),
+        no_wait("the mma warp does not wait for published pieces", MMA, "pieces.full", "unseen", frozenset({PRODUCER})),
     ),
     "wrong phase": (
-        Bug("compute warps are a phase late with dP", waits(_COMPUTE, "dp.full").flipped(PARITY), "one"),
-        Bug("the mma warp waits for the phase of operands that is over", waits(MMA, "qk.full").flipped(PARITY), "one"),
+        wrong_phase("compute warps are a phase late with dP", _COMPUTE, "dp.full", "one"),
+        wrong_phase("the mma warp waits for the phase of operands that is over", MMA, "qk.full", "one"),
     ),
     "wrong column": (
         Bug("dP takes the place of the bias", _OF_DP.flipped(TARGET, 256 ^ 384), "one"),
         Bug("scores take each other's place", _OF_S.flipped(TARGET, 128), "one"),
     ),
     "missing arrival": (
-        Bug(
-            "compute warps do not give scores back",
-            arrivals(_COMPUTE, "scores.empty").left_out(),
-            "several",
-            lint="arrivals",
-        ),
+        no_arrival("compute warps do not give scores back", _COMPUTE, "scores.empty", "several"),
         Bug(
             "complete dP is not signalled: there is no commit",
             commits(MMA, "dp.full").left_out(),

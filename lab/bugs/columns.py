@@ -1,7 +1,7 @@
 """Bugs of the backward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import BACKWARD_WARPS, PARITY, PRODUCER, arrivals, find, uncounted, waits
-from lab.bugs.table import Bug, Bugs
+from lab.bugs.code import BACKWARD_WARPS, PRODUCER, arrivals, find
+from lab.bugs.table import Bug, Bugs, counted_short, no_arrival, no_wait, wrong_phase
 
 _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("compute", "adding"))
 
@@ -16,32 +16,16 @@ _TILE = 128 * 128 // 8  # bytes of bits
 
 COLUMNS: Bugs = {
     "missing wait": (
-        Bug(
-            "compute warps read an entry before it is there",
-            waits(_COMPUTE, "entries.full").left_out(),
-            "lists",
-            frozenset({PRODUCER}),
+        no_wait(
+            "compute warps read an entry before it is there", _COMPUTE, "entries.full", "lists", frozenset({PRODUCER})
         ),
-        Bug(
-            "adding warps read a turn before it is there",
-            waits(_ADD, "turns.full").left_out(),
-            "lists",
-            frozenset({PRODUCER}),
-        ),
+        no_wait("adding warps read a turn before it is there", _ADD, "turns.full", "lists", frozenset({PRODUCER})),
     ),
     "wrong phase": (
-        Bug("compute warps are a phase late with entries", waits(_COMPUTE, "entries.full").flipped(PARITY), "lists"),
-        Bug("adding warps are a phase late with turns", waits(_ADD, "turns.full").flipped(PARITY), "lists"),
-        Bug(
-            "the producer waits for entries as if stages began full",
-            waits(PRODUCER, "entries.empty").flipped(PARITY),
-            "lists",
-        ),
-        Bug(
-            "the producer waits for turns as if stages began full",
-            waits(PRODUCER, "turns.empty").flipped(PARITY),
-            "lists",
-        ),
+        wrong_phase("compute warps are a phase late with entries", _COMPUTE, "entries.full", "lists"),
+        wrong_phase("adding warps are a phase late with turns", _ADD, "turns.full", "lists"),
+        wrong_phase("the producer waits for entries as if stages began full", PRODUCER, "entries.empty", "lists"),
+        wrong_phase("the producer waits for turns as if stages began full", PRODUCER, "turns.empty", "lists"),
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _ENTRY.further(0, 8), "lists"),
@@ -64,18 +48,8 @@ COLUMNS: Bugs = {
         ),
     ),
     "wrong count": (
-        Bug(
-            "an entry is said to be read when one warpgroup has read it",
-            uncounted("entries.empty", 4),
-            "many",
-            lint="arrivals",
-        ),
-        Bug(
-            "a turn is said to be read when one adding warp has read it",
-            uncounted("turns.empty", 1),
-            "many",
-            lint="arrivals",
-        ),
+        counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
+        counted_short("a turn is said to be read when one adding warp has read it", "turns.empty", 1, "many"),
         Bug(
             "all threads of a warp say that they have read an entry",
             arrivals(_COMPUTE, "entries.empty").ahead("bra").left_out(),
@@ -84,14 +58,9 @@ COLUMNS: Bugs = {
         ),
     ),
     "missing arrival": (
-        Bug(
-            "compute warps do not give entries back",
-            arrivals(_COMPUTE, "entries.empty").left_out(),
-            "many",
-            lint="arrivals",
-        ),
-        Bug("adding warps do not give turns back", arrivals(_ADD, "turns.empty").left_out(), "many", lint="arrivals"),
-        Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
-        Bug("a turn is not published", arrivals(PRODUCER, "turns.full").left_out(), "lists", lint="arrivals"),
+        no_arrival("compute warps do not give entries back", _COMPUTE, "entries.empty", "many"),
+        no_arrival("adding warps do not give turns back", _ADD, "turns.empty", "many"),
+        no_arrival("an entry is not published", PRODUCER, "entries.full", "lists"),
+        no_arrival("a turn is not published", PRODUCER, "turns.full", "lists"),
     ),
 }

@@ -8,7 +8,6 @@ from lab.bugs.code import (
     KIND,
     LEADING,
     MMA,
-    PARITY,
     PRODUCER,
     STRIDE,
     SWIZZLE,
@@ -21,7 +20,6 @@ from lab.bugs.code import (
     both,
     commits,
     find,
-    uncounted,
     waits,
 )
 from lab.bugs.table import (
@@ -31,8 +29,11 @@ from lab.bugs.table import (
     Bug,
     Bugs,
     columns_not_freed,
+    counted_short,
     no_fence_after,
     no_fence_before,
+    no_wait,
+    wrong_phase,
 )
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
@@ -60,78 +61,56 @@ def _signalled_early(c: Code) -> list[Edit]:
 
 FORWARD: Bugs = {
     "missing wait": (
-        Bug(
-            "the mma warp reads a tile before it is there",
-            waits(MMA, "tiles.full", 2).left_out(),
-            "d64",
-            frozenset({PRODUCER}),
+        no_wait(
+            "the mma warp reads a tile before it is there", MMA, "tiles.full", "d64", frozenset({PRODUCER}), count=2
         ),
-        Bug(
-            "softmax reads a tile before it is there",
-            waits(_SOFTMAX, "tiles.full", 2).left_out(),
-            "d64",
-            frozenset({PRODUCER}),
+        no_wait(
+            "softmax reads a tile before it is there", _SOFTMAX, "tiles.full", "d64", frozenset({PRODUCER}), count=2
         ),
-        Bug(
+        no_wait(
             "the epilogue reads a tile before it is there",
-            waits(_EPILOGUE, "tiles.full", 2).left_out(),
+            _EPILOGUE,
+            "tiles.full",
             "d64",
             frozenset({PRODUCER}),
+            count=2,
         ),
-        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d64", LOADS_LAG),
-        Bug("outputs are begun before V is there", waits(MMA, "v.full", 2).left_out(), "d64", LOADS_LAG),
-        Bug("scores are begun before Q is there", waits(MMA, "q.full", 2).left_out(), "d64", LOADS_LAG),
-        Bug(
-            "outputs are begun before most of P is stored",
-            waits(MMA, "p.full", 4).left_out(),
-            "d64",
-            _SOFTMAX_LAGS,
-        ),
-        Bug(
+        no_wait("scores are begun before K is there", MMA, "k.full", "d64", LOADS_LAG),
+        no_wait("outputs are begun before V is there", MMA, "v.full", "d64", LOADS_LAG, count=2),
+        no_wait("scores are begun before Q is there", MMA, "q.full", "d64", LOADS_LAG, count=2),
+        no_wait("outputs are begun before most of P is stored", MMA, "p.full", "d64", _SOFTMAX_LAGS, count=4),
+        no_wait(
             "outputs of the last keys are begun before their P is stored",
-            waits(MMA, "scores.empty", 4).left_out(),
+            MMA,
+            "scores.empty",
             "long",
             _SOFTMAX_LAGS,
+            count=4,
         ),
-        Bug(
+        no_wait(
             "a tile's first output overwrites O that the epilogue has not read",
-            waits(MMA, "outputs.empty", 4).left_out(),
+            MMA,
+            "outputs.empty",
             "d64",
             _EPILOGUE_LAGS,
+            count=4,
         ),
-        Bug(
-            "the mma warp frees tensor memory before its last products are done",
-            waits(MMA, "v.empty").left_out(),
-            "d64",
-            PRODUCTS_LAG,
+        no_wait(
+            "the mma warp frees tensor memory before its last products are done", MMA, "v.empty", "d64", PRODUCTS_LAG
         ),
-        Bug(
-            "softmax reads scores that are not complete", waits(_SOFTMAX, "scores.full").left_out(), "d64", PRODUCTS_LAG
+        no_wait("softmax reads scores that are not complete", _SOFTMAX, "scores.full", "d64", PRODUCTS_LAG),
+        no_wait(
+            "softmax overwrites sums that the epilogue has not read", _SOFTMAX, "stats.empty", "short", _EPILOGUE_LAGS
         ),
-        Bug(
-            "softmax overwrites sums that the epilogue has not read",
-            waits(_SOFTMAX, "stats.empty").left_out(),
-            "short",
-            _EPILOGUE_LAGS,
-        ),
-        Bug(
+        no_wait(
             "softmax rescales O that the last product is still added to (one part)",
-            waits(_SOFTMAX, "added.full").left_out(),
+            _SOFTMAX,
+            "added.full",
             "d256",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "the epilogue reads sums before they are there",
-            waits(_EPILOGUE, "stats.full").left_out(),
-            "d64",
-            _SOFTMAX_LAGS,
-        ),
-        Bug(
-            "the epilogue stores O before it is complete",
-            waits(_EPILOGUE, "outputs.full").left_out(),
-            "d64",
-            PRODUCTS_LAG,
-        ),
+        no_wait("the epilogue reads sums before they are there", _EPILOGUE, "stats.full", "d64", _SOFTMAX_LAGS),
+        no_wait("the epilogue stores O before it is complete", _EPILOGUE, "outputs.full", "d64", PRODUCTS_LAG),
         Bug(
             "the epilogue overwrites a piece of O in shared memory that TMA still reads",
             find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b1;").left_out(),
@@ -150,23 +129,23 @@ FORWARD: Bugs = {
             "d192",
             STORES_LAG,
         ),
-        Bug("K is loaded over K that products still read", waits(PRODUCER, "k.empty").left_out(), "long", PRODUCTS_LAG),
-        Bug("V is loaded over V that products still read", waits(PRODUCER, "v.empty").left_out(), "long", PRODUCTS_LAG),
-        Bug(
-            "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty", 2).left_out(), "d64", PRODUCTS_LAG
-        ),
-        Bug(
+        no_wait("K is loaded over K that products still read", PRODUCER, "k.empty", "long", PRODUCTS_LAG),
+        no_wait("V is loaded over V that products still read", PRODUCER, "v.empty", "long", PRODUCTS_LAG),
+        no_wait("Q is loaded over Q that products still read", PRODUCER, "q.empty", "d64", PRODUCTS_LAG, count=2),
+        no_wait(
             "a tile is published in the place of one that is still worked on",
-            waits(PRODUCER, "tiles.empty", 2).left_out(),
+            PRODUCER,
+            "tiles.empty",
             "short",
             _EPILOGUE_LAGS,
+            count=2,
         ),
     ),
     "wrong phase": (
-        Bug("the mma warp waits for the phase of V that is over", waits(MMA, "v.full", 2).flipped(PARITY), "d64"),
-        Bug("the producer waits for K as if stages began full", waits(PRODUCER, "k.empty").flipped(PARITY), "d64"),
-        Bug("softmax is a phase late with scores", waits(_SOFTMAX, "scores.full").flipped(PARITY), "d64"),
-        Bug("the epilogue is a phase late with O", waits(_EPILOGUE, "outputs.full").flipped(PARITY), "d64"),
+        wrong_phase("the mma warp waits for the phase of V that is over", MMA, "v.full", "d64", count=2),
+        wrong_phase("the producer waits for K as if stages began full", PRODUCER, "k.empty", "d64"),
+        wrong_phase("softmax is a phase late with scores", _SOFTMAX, "scores.full", "d64"),
+        wrong_phase("the epilogue is a phase late with O", _EPILOGUE, "outputs.full", "d64"),
     ),
     "wrong stage": (
         Bug(
@@ -215,26 +194,15 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong count": (
-        Bug(
-            "P is said to be stored when three of four warps have stored it",
-            uncounted("scores.empty", 1),
-            "d64",
-            lint="arrivals",
-        ),
-        Bug(
+        counted_short("P is said to be stored when three of four warps have stored it", "scores.empty", 1, "d64"),
+        counted_short(
             "a tile's place is said to be free when all but one warp have read it",
-            uncounted("tiles.empty", 1),
+            "tiles.empty",
+            1,
             "short",
             _EPILOGUE_LAGS,
-            lint="arrivals",
         ),
-        Bug(
-            "the place of Q is said to be free before O has left it",
-            uncounted("q.empty", 1),
-            "d192",
-            STORES_LAG,
-            lint="arrivals",
-        ),
+        counted_short("the place of Q is said to be free before O has left it", "q.empty", 1, "d192", STORES_LAG),
         Bug(
             "all threads of a warp arrive for it",
             arrivals(_SOFTMAX, "scores.empty").ahead("bra").left_out(),

@@ -5,7 +5,6 @@ from lab.bugs.code import (
     KIND,
     LEADING,
     MMA,
-    PARITY,
     PRODUCER,
     PUBLISHED,
     SECOND,
@@ -18,10 +17,21 @@ from lab.bugs.code import (
     commits,
     find,
     meetings,
-    uncounted,
     waits,
 )
-from lab.bugs.table import ARRIVALS_LAG, FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs, no_fence_before
+from lab.bugs.table import (
+    ARRIVALS_LAG,
+    FIRST_LAGS,
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    SECOND_LAGS,
+    Bug,
+    Bugs,
+    counted_short,
+    no_fence_before,
+    no_wait,
+    wrong_phase,
+)
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
@@ -37,56 +47,59 @@ _TILE_BYTES = 48  # of what is published of a tile
 
 FORWARD_PAIR: Bugs = {
     "missing wait": (
-        Bug(
+        no_wait(
             "the second CTA's producer reads a tile before it is there",
-            waits(SECOND + PRODUCER, "tiles.full", 2).left_out(),
+            SECOND + PRODUCER,
+            "tiles.full",
             "d256",
             frozenset({(0, PRODUCER)}),
+            count=2,
         ),
-        Bug("scores are begun before K of both is there", waits(MMA, "k.full").left_out(), "d256", LOADS_LAG),
-        Bug("scores are begun before Q of both is there", waits(MMA, "q.full").left_out(), "tiles", LOADS_LAG),
-        Bug("outputs are begun before V of both is there", waits(MMA, "v.full", 2).left_out(), "d256", LOADS_LAG),
-        Bug(
+        no_wait("scores are begun before K of both is there", MMA, "k.full", "d256", LOADS_LAG),
+        no_wait("scores are begun before Q of both is there", MMA, "q.full", "tiles", LOADS_LAG),
+        no_wait("outputs are begun before V of both is there", MMA, "v.full", "d256", LOADS_LAG, count=2),
+        no_wait(
             "outputs are begun before the second CTA's P is stored",
-            waits(MMA, "p.full", 2).left_out(),
+            MMA,
+            "p.full",
             "d256",
             _SECOND_SOFTMAX_LAGS,
+            count=2,
         ),
-        Bug(
+        no_wait(
             "outputs of the last keys are begun before the second CTA's P is stored",
-            waits(MMA, "scores.empty", 2).left_out(),
+            MMA,
+            "scores.empty",
             "blocks",
             _SECOND_SOFTMAX_LAGS,
+            count=2,
         ),
-        Bug(
+        no_wait(
             "a tile's first output overwrites O that the second CTA's epilogue has not read",
-            waits(MMA, "outputs.empty", 2).left_out(),
+            MMA,
+            "outputs.empty",
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+            count=2,
         ),
-        Bug(
-            "softmax rescales O that the last product is still added to",
-            waits(_SOFTMAX, "added.full").left_out(),
-            "rising",
-            PRODUCTS_LAG,
+        no_wait(
+            "softmax rescales O that the last product is still added to", _SOFTMAX, "added.full", "rising", PRODUCTS_LAG
         ),
-        Bug(
-            "K is loaded over K that products still read", waits(PRODUCER, "k.empty").left_out(), "blocks", PRODUCTS_LAG
-        ),
+        no_wait("K is loaded over K that products still read", PRODUCER, "k.empty", "blocks", PRODUCTS_LAG),
         Bug(
             "V is loaded over V that products still read",
             waits(PRODUCER, "v.empty", 2)[:1].left_out(),
             "blocks",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty").left_out(), "tiles", PRODUCTS_LAG
-        ),
-        Bug(
+        no_wait("Q is loaded over Q that products still read", PRODUCER, "q.empty", "tiles", PRODUCTS_LAG),
+        no_wait(
             "a tile is published in the place of one that the second CTA still works on",
-            waits(PRODUCER, "tiles.empty", 4).left_out(),
+            PRODUCER,
+            "tiles.empty",
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+            count=4,
         ),
     ),
     "leaving": (
@@ -98,8 +111,8 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug("the mma warp is a phase late with P", waits(MMA, "p.full", 2).flipped(PARITY), "d256"),
-        Bug("softmax waits for the next output to be added", waits(_SOFTMAX, "added.full").flipped(PARITY), "rising"),
+        wrong_phase("the mma warp is a phase late with P", MMA, "p.full", "d256", count=2),
+        wrong_phase("softmax waits for the next output to be added", _SOFTMAX, "added.full", "rising"),
     ),
     "wrong place": (
         Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES), "d256"),
@@ -120,33 +133,23 @@ FORWARD_PAIR: Bugs = {
         Bug("products read P where there are scores", _OF_O.flipped(A, 64), "d256"),
     ),
     "wrong count": (
-        Bug(
-            "P is said to be there when one CTA has stored it",
-            uncounted("p.full", 4),
-            "d256",
-            _SECOND_SOFTMAX_LAGS,
-            lint="arrivals",
+        counted_short("P is said to be there when one CTA has stored it", "p.full", 4, "d256", _SECOND_SOFTMAX_LAGS),
+        counted_short(
+            "O is said to be read when one CTA has read it", "outputs.empty", 4, "tiles", _SECOND_EPILOGUE_LAGS
         ),
-        Bug(
-            "O is said to be read when one CTA has read it",
-            uncounted("outputs.empty", 4),
-            "tiles",
-            _SECOND_EPILOGUE_LAGS,
-            lint="arrivals",
-        ),
-        Bug(
+        counted_short(
             "a tile's place is said to be free when one CTA has read it",
-            uncounted("tiles.empty", 9),
+            "tiles.empty",
+            9,
             "tiles",
             _SECOND_EPILOGUE_LAGS,
-            lint="arrivals",
         ),
-        Bug(
+        counted_short(
             "a tile's place is said to be free when all but one warp have read it",
-            uncounted("tiles.empty", 1),
+            "tiles.empty",
+            1,
             "tiles",
             _SECOND_EPILOGUE_LAGS,
-            lint="arrivals",
         ),
     ),
     "wrong CTA": (

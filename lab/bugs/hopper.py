@@ -3,8 +3,8 @@
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm90.config import backward_config
-from lab.bugs.code import PARITY, STRIDE, B, arrivals, find, uncounted, waits, warps_of
-from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs
+from lab.bugs.code import STRIDE, B, arrivals, find, uncounted, warps_of
+from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_wait, wrong_phase
 
 # Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
 _OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
@@ -22,8 +22,8 @@ _READ = find(_STORING, "cp.async.bulk.wait_group.read", 4)
 
 HOPPER_FORWARD: Bugs = {
     "missing wait": (
-        Bug("scores are begun before K is there", waits(_MMA, "k.full", 3).left_out(), "long", LOADS_LAG),
-        Bug("outputs are begun before V is there", waits(_MMA, "v.full", 2).left_out(), "long", LOADS_LAG),
+        no_wait("scores are begun before K is there", _MMA, "k.full", "long", LOADS_LAG, count=3),
+        no_wait("outputs are begun before V is there", _MMA, "v.full", "long", LOADS_LAG, count=2),
         Bug("scores are read while they are computed", _WAITS[0].left_out(), "long"),
         Bug("O is rescaled while a product adds to it", _WAITS[2].left_out(), "long"),
         Bug(
@@ -43,8 +43,8 @@ HOPPER_FORWARD: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug("K's producer waits for the other phase", waits(_PRODUCER, "k.empty").flipped(PARITY), "long"),
-        Bug("V is awaited in the other phase", waits(_MMA, "v.full", 2).flipped(PARITY), "long"),
+        wrong_phase("K's producer waits for the other phase", _PRODUCER, "k.empty", "long"),
+        wrong_phase("V is awaited in the other phase", _MMA, "v.full", "long", count=2),
     ),
     "wrong count": (Bug("a warp fewer releases K", uncounted("k.empty", 1, _PRODUCER), "long"),),
     "wrong descriptor": (
@@ -58,9 +58,9 @@ HOPPER_FORWARD: Bugs = {
 
 HOPPER_BACKWARD: Bugs = {
     "missing wait": (
-        Bug("scores are begun before Q is there", waits(_MMA, "q.full").left_out(), "steps", LOADS_LAG),
-        Bug("dP is begun before dO is there", waits(_MMA, "do.full").left_out(), "steps", LOADS_LAG),
-        Bug("dQ is begun before all of dS is there", waits(_MMA, "ds.full", 2).left_out(), "steps", _SECOND_LAGS),
+        no_wait("scores are begun before Q is there", _MMA, "q.full", "steps", LOADS_LAG),
+        no_wait("dP is begun before dO is there", _MMA, "do.full", "steps", LOADS_LAG),
+        no_wait("dQ is begun before all of dS is there", _MMA, "ds.full", "steps", _SECOND_LAGS, count=2),
         Bug("dP is read while it is computed", _OF_BACKWARD[1].left_out(), "steps"),
         Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), "steps", STORES_LAG),
         Bug(
@@ -69,19 +69,18 @@ HOPPER_BACKWARD: Bugs = {
             "turns",
             STORES_LAG,
         ),
-        Bug(
-            "a turn is passed on before the storing warp has said so",
-            waits(_FILLING, "added_1.full").left_out(),
-            "turns",
-            STORES_LAG,
+        no_wait(
+            "a turn is passed on before the storing warp has said so", _FILLING, "added_1.full", "turns", STORES_LAG
         ),
-        Bug(
+        no_wait(
             "a block to signal is written over one that is not signalled",
-            waits(_STORING, "added_1.empty", 2).left_out(),
+            _STORING,
+            "added_1.empty",
             "many",
             _SIGNALS_LAG,
+            count=2,
         ),
-        Bug("a tile is signalled before it is there", waits(_FILLING, "tiles.full").left_out(), "turns", LOADS_LAG),
+        no_wait("a tile is signalled before it is there", _FILLING, "tiles.full", "turns", LOADS_LAG),
     ),
     "missing fence": (
         Bug(
@@ -91,17 +90,15 @@ HOPPER_BACKWARD: Bugs = {
             lint="proxy",
         ),
     ),
-    "wrong phase": (
-        Bug("Q's producer waits for the other phase", waits(_PRODUCER, "q.empty").flipped(PARITY), "steps"),
-    ),
+    "wrong phase": (wrong_phase("Q's producer waits for the other phase", _PRODUCER, "q.empty", "steps"),),
     "wrong count": (Bug("a warp fewer releases Q", uncounted("q.empty", 1, _PRODUCER), "steps", WARPGROUPS_LAG),),
 }
 
 HOPPER_CLUSTER: Bugs = {
     "missing wait": (
-        Bug("dQ is begun before the other CTA's dS is there", waits(_SUMS, "ds.full").left_out(), "steps", LOADS_LAG),
-        Bug("dS is sent where dQ still reads it", waits(_GRADIENTS, "ds.empty").left_out(), "steps", _SUMS_LAG),
-        Bug("P is read before it is stored", waits(_GRADIENTS, "p.full").left_out(), "steps", _SCORES_LAG),
+        no_wait("dQ is begun before the other CTA's dS is there", _SUMS, "ds.full", "steps", LOADS_LAG),
+        no_wait("dS is sent where dQ still reads it", _GRADIENTS, "ds.empty", "steps", _SUMS_LAG),
+        no_wait("P is read before it is stored", _GRADIENTS, "p.full", "steps", _SCORES_LAG),
         Bug(
             "a CTA ends while the other one reaches it",
             find(_SUMS, "barrier.cluster", 4)[2:].left_out(),
@@ -117,8 +114,6 @@ HOPPER_CLUSTER: Bugs = {
             lint="proxy",
         ),
     ),
-    "wrong phase": (
-        Bug("Q's producer waits for the other phase", waits(_PRODUCER, "q.empty").flipped(PARITY), "steps"),
-    ),
+    "wrong phase": (wrong_phase("Q's producer waits for the other phase", _PRODUCER, "q.empty", "steps"),),
     "wrong count": (Bug("a warp fewer releases dO", uncounted("do.empty", 1, _PRODUCER), "steps", _LAST_LAGS),),
 }

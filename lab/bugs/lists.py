@@ -1,7 +1,7 @@
 """Bugs of the forward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import ACCUMULATES, FORWARD_WARPS, MMA, PARITY, PRODUCER, arrivals, find, uncounted, waits
-from lab.bugs.table import Bug, Bugs
+from lab.bugs.code import ACCUMULATES, FORWARD_WARPS, MMA, PRODUCER, arrivals, find, uncounted
+from lab.bugs.table import Bug, Bugs, no_arrival, no_wait, wrong_phase
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 
@@ -16,17 +16,12 @@ _PUBLISHED = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 LISTS: Bugs = {
     "missing wait": (
-        Bug(
-            "softmax reads an entry before it is there",
-            waits(_SOFTMAX, "entries.full").left_out(),
-            "lists",
-            frozenset({PRODUCER}),
-        ),
+        no_wait("softmax reads an entry before it is there", _SOFTMAX, "entries.full", "lists", frozenset({PRODUCER})),
     ),
     "wrong phase": (
-        Bug("softmax is a phase late with entries", waits(_SOFTMAX, "entries.full").flipped(PARITY), "lists"),
-        Bug("the mma warp reads the last phase's entries", waits(MMA, "entries.full").flipped(PARITY), "many"),
-        Bug("the producer waits as if stages began full", waits(PRODUCER, "entries.empty").flipped(PARITY), "lists"),
+        wrong_phase("softmax is a phase late with entries", _SOFTMAX, "entries.full", "lists"),
+        wrong_phase("the mma warp reads the last phase's entries", MMA, "entries.full", "many"),
+        wrong_phase("the producer waits as if stages began full", PRODUCER, "entries.empty", "lists"),
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12), "lists"),
@@ -48,19 +43,9 @@ LISTS: Bugs = {
         ),
     ),
     "missing arrival": (
-        Bug(
-            "the mma warp does not give entries back",
-            arrivals(MMA, "entries.empty").left_out(),
-            "many",
-            lint="arrivals",
-        ),
-        Bug(
-            "softmax does not give entries back",
-            arrivals(_SOFTMAX, "entries.empty").left_out(),
-            "many",
-            lint="arrivals",
-        ),
-        Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
+        no_arrival("the mma warp does not give entries back", MMA, "entries.empty", "many"),
+        no_arrival("softmax does not give entries back", _SOFTMAX, "entries.empty", "many"),
+        no_arrival("an entry is not published", PRODUCER, "entries.full", "lists"),
         Bug(
             "softmax does not hand over the part of P that it leaves out",
             arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),

@@ -4,7 +4,6 @@ from lab.bugs.code import (
     BACKWARD_WARPS,
     KIND,
     MMA,
-    PARITY,
     PRODUCER,
     PUBLISHED,
     SECOND,
@@ -17,10 +16,20 @@ from lab.bugs.code import (
     find,
     meetings,
     registers_kept,
-    uncounted,
     waits,
 )
-from lab.bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
+from lab.bugs.table import (
+    FIRST_LAGS,
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    SECOND_LAGS,
+    Bug,
+    Bugs,
+    counted_short,
+    no_arrival,
+    no_wait,
+    wrong_phase,
+)
 
 _DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _SENDS = SECOND + _COMPUTE  # a warp of the second CTA that has queries of the leader
@@ -37,52 +46,33 @@ _SENT = find(_SENDS, "cp.async.bulk.shared::cluster", barrier="exchange.full")
 
 PAIR: Bugs = {
     "missing wait": (
-        Bug(
+        no_wait(
             "the second CTA's producer reads a tile before it is there",
-            waits(SECOND + PRODUCER, "tiles.full").left_out(),
+            SECOND + PRODUCER,
+            "tiles.full",
             "one",
             frozenset({(0, PRODUCER)}),
         ),
-        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d128", LOADS_LAG),
-        Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "one", LOADS_LAG),
-        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d128", LOADS_LAG),
-        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "steps", LOADS_LAG),
-        Bug(
-            "dV is begun before dO by columns is there", waits(MMA, "do_columns.full", 2).left_out(), "d128", LOADS_LAG
-        ),
-        Bug("dK is begun before Q by columns is there", waits(MMA, "q_columns.full", 2).left_out(), "d128", LOADS_LAG),
-        Bug(
-            "dQ is begun before K by columns is there",
-            waits(MMA, "k_columns.full", 2).left_out(),
-            "one",
-            _PRODUCER_LAGS,
-        ),
-        Bug("dV is begun before P is stored", waits(MMA, "p.full", 2).left_out(), "one", _COMPUTE_LAGS),
-        Bug("dK is begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "one", _COMPUTE_LAGS),
-        Bug(
-            "dQ is begun before the second CTA's dS has come",
-            waits(MMA, "exchange.full", 2).left_out(),
-            "one",
-            LOADS_LAG,
-        ),
-        Bug(
+        no_wait("scores are begun before K is there", MMA, "k.full", "d128", LOADS_LAG),
+        no_wait("scores are begun before Q is there", MMA, "q.full", "one", LOADS_LAG),
+        no_wait("dP is begun before V is there", MMA, "v.full", "d128", LOADS_LAG),
+        no_wait("dP is begun before dO is there", MMA, "do.full", "steps", LOADS_LAG),
+        no_wait("dV is begun before dO by columns is there", MMA, "do_columns.full", "d128", LOADS_LAG, count=2),
+        no_wait("dK is begun before Q by columns is there", MMA, "q_columns.full", "d128", LOADS_LAG, count=2),
+        no_wait("dQ is begun before K by columns is there", MMA, "k_columns.full", "one", _PRODUCER_LAGS, count=2),
+        no_wait("dV is begun before P is stored", MMA, "p.full", "one", _COMPUTE_LAGS, count=2),
+        no_wait("dK is begun before dS is stored", MMA, "dp.empty", "one", _COMPUTE_LAGS, count=2),
+        no_wait("dQ is begun before the second CTA's dS has come", MMA, "exchange.full", "one", LOADS_LAG, count=2),
+        no_wait(
             "dQ is begun before the leader's dS has come to the second CTA",
-            waits(MMA, "exchange.empty", 2).left_out(),
+            MMA,
+            "exchange.empty",
             "one",
             LOADS_LAG,
+            count=2,
         ),
-        Bug(
-            "the second CTA passes on dS that has not come",
-            waits(SECOND + MMA, "exchange.full").left_out(),
-            "one",
-            LOADS_LAG,
-        ),
-        Bug(
-            "dQ overwrites scores that compute warps have not read",
-            waits(MMA, "scores.empty").left_out(),
-            "steps",
-            _COMPUTE_LAGS,
-        ),
+        no_wait("the second CTA passes on dS that has not come", SECOND + MMA, "exchange.full", "one", LOADS_LAG),
+        no_wait("dQ overwrites scores that compute warps have not read", MMA, "scores.empty", "steps", _COMPUTE_LAGS),
         Bug(
             "scores overwrite the last step's dQ, which drain warps have not read",
             waits(MMA, "dq.empty", 2)[:1].left_out(),
@@ -95,46 +85,37 @@ PAIR: Bugs = {
             "steps",
             _DRAIN_LAGS,
         ),
-        Bug(
-            "compute warps overwrite dS that the last step's dQ still reads",
-            waits(_COMPUTE, "dq.full").left_out(),
-            "steps",
-            PRODUCTS_LAG,
+        no_wait(
+            "compute warps overwrite dS that the last step's dQ still reads", _COMPUTE, "dq.full", "steps", PRODUCTS_LAG
         ),
-        Bug("compute warps read lse before it is there", waits(_COMPUTE, "stats.full").left_out(), "steps", LOADS_LAG),
-        Bug("Q is loaded over Q that scores still read", waits(PRODUCER, "q.empty").left_out(), "steps", PRODUCTS_LAG),
-        Bug("dO is loaded over dO that dP still reads", waits(PRODUCER, "do.empty").left_out(), "steps", PRODUCTS_LAG),
-        Bug(
+        no_wait("compute warps read lse before it is there", _COMPUTE, "stats.full", "steps", LOADS_LAG),
+        no_wait("Q is loaded over Q that scores still read", PRODUCER, "q.empty", "steps", PRODUCTS_LAG),
+        no_wait("dO is loaded over dO that dP still reads", PRODUCER, "do.empty", "steps", PRODUCTS_LAG),
+        no_wait(
             "dO by columns is loaded over that which dV still reads",
-            waits(PRODUCER, "do_columns.empty").left_out(),
+            PRODUCER,
+            "do_columns.empty",
             "steps",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "Q by columns is loaded over that which dK still reads",
-            waits(PRODUCER, "q_columns.empty").left_out(),
-            "steps",
-            PRODUCTS_LAG,
+        no_wait(
+            "Q by columns is loaded over that which dK still reads", PRODUCER, "q_columns.empty", "steps", PRODUCTS_LAG
         ),
-        Bug(
+        no_wait(
             "a tile is published in the place of one that is still worked on",
-            waits(PRODUCER, "tiles.empty", 4).left_out(),
+            PRODUCER,
+            "tiles.empty",
             "tiles",
             _ADDING_LAGS,
+            count=4,
         ),
     ),
     "wrong phase": (
-        Bug(
-            "the mma warp waits for the phase of the exchange that is over",
-            waits(MMA, "exchange.full", 2).flipped(PARITY),
-            "one",
+        wrong_phase(
+            "the mma warp waits for the phase of the exchange that is over", MMA, "exchange.full", "one", count=2
         ),
-        Bug(
-            "the second CTA passes on the last step's dS",
-            waits(SECOND + MMA, "exchange.full").flipped(PARITY),
-            "d128",
-        ),
-        Bug("compute warps are a phase late with dQ", waits(_COMPUTE, "dq.full").flipped(PARITY), "one"),
+        wrong_phase("the second CTA passes on the last step's dS", SECOND + MMA, "exchange.full", "d128"),
+        wrong_phase("compute warps are a phase late with dQ", _COMPUTE, "dq.full", "one"),
     ),
     "wrong place": (
         Bug("dS is sent to the next warp's place", _SENT.further(0, 4096), "one"),
@@ -159,41 +140,27 @@ PAIR: Bugs = {
         Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped(A, 64), "one"),
     ),
     "wrong count": (
-        Bug(
+        counted_short(
             "P is said to be there when one CTA has stored it",
-            uncounted("p.full", 8),
+            "p.full",
+            8,
             "one",
             frozenset((1, i) for i in range(4, 12)),
-            lint="arrivals",
         ),
-        Bug(
-            "a tile's place is said to be free when one CTA has read it",
-            uncounted("tiles.empty", 16),
-            "tiles",
-            _ADDING_LAGS,
-            lint="arrivals",
+        counted_short(
+            "a tile's place is said to be free when one CTA has read it", "tiles.empty", 16, "tiles", _ADDING_LAGS
         ),
-        Bug(
-            "dS is said to have come when three of four warps have sent it",
-            uncounted("exchange.full", 1),
-            "d128",
-            lint="arrivals",
-        ),
+        counted_short("dS is said to have come when three of four warps have sent it", "exchange.full", 1, "d128"),
     ),
     "wrong CTA": (
         Bug("complete scores are not signalled to the second CTA", commits(MMA, "scores.full").flipped(1, 2), "one"),
         Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "steps"),
-        Bug(
-            "the leader gets no signal that scores are read",
-            arrivals(_COMPUTE, "scores.empty").left_out(),
-            "steps",
-            lint="arrivals",
-        ),
-        Bug(
+        no_arrival("the leader gets no signal that scores are read", _COMPUTE, "scores.empty", "steps"),
+        no_arrival(
             "the second CTA's mma warp does not signal to the leader that dS has come",
-            arrivals(SECOND + MMA, "exchange.empty").left_out(),
+            SECOND + MMA,
+            "exchange.empty",
             "one",
-            lint="arrivals",
         ),
         Bug(
             "the second CTA's mma warp signals to itself",

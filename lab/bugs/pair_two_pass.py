@@ -10,14 +10,13 @@ from lab.bugs.code import (
     SECOND,
     TARGET,
     A,
-    arrivals,
     commits,
     find,
     registers_kept,
     uncounted,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
 
 _DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = (
@@ -32,40 +31,27 @@ _LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
 
 PAIR_TWO_PASS: Bugs = {
     "missing wait": (
-        Bug(
+        no_wait(
             "lse and delta are loaded over those that compute warps have not read",
-            waits(PRODUCER, "stats.empty", 2).left_out(),
+            PRODUCER,
+            "stats.empty",
             "steps",
             _COMPUTE_LAGS,
+            count=2,
         ),
-        Bug("K is copied before it is there", waits(_COMPUTE, "k.full").left_out(), "one", LOADS_LAG),
-        Bug("scores are begun before K is in tensor memory", waits(MMA, "keys.full").left_out(), "one", _COMPUTE_LAGS),
+        no_wait("K is copied before it is there", _COMPUTE, "k.full", "one", LOADS_LAG),
+        no_wait("scores are begun before K is in tensor memory", MMA, "keys.full", "one", _COMPUTE_LAGS),
         Bug("scores are begun before Q is there", waits(MMA, "q.full", 3)[0].left_out(), "one", LOADS_LAG),
-        Bug(
-            "dV is begun before dO by columns is there",
-            waits(MMA, "do_columns.full").left_out(),
-            "one",
-            _PRODUCER_LAGS,
-        ),
+        no_wait("dV is begun before dO by columns is there", MMA, "do_columns.full", "one", _PRODUCER_LAGS),
         Bug("scores are begun again before Q is there", waits(MMA, "q.full", 3)[2].left_out(), "one", LOADS_LAG),
-        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "one", _PRODUCER_LAGS),
+        no_wait("dP is begun before dO is there", MMA, "do.full", "one", _PRODUCER_LAGS),
         Bug("dK is begun before Q by columns is there", waits(MMA, "q.full", 3)[1].left_out(), "one", _PRODUCER_LAGS),
-        Bug("dQ is begun before K by columns is there", waits(MMA, "k_columns.full").left_out(), "one", _PRODUCER_LAGS),
-        Bug(
-            "dQ is begun before the second CTA's dS has come", waits(MMA, "exchange.full").left_out(), "two", LOADS_LAG
+        no_wait("dQ is begun before K by columns is there", MMA, "k_columns.full", "one", _PRODUCER_LAGS),
+        no_wait("dQ is begun before the second CTA's dS has come", MMA, "exchange.full", "two", LOADS_LAG),
+        no_wait(
+            "dQ is begun before the leader's dS has come to the second CTA", MMA, "exchange.empty", "tiles", LOADS_LAG
         ),
-        Bug(
-            "dQ is begun before the leader's dS has come to the second CTA",
-            waits(MMA, "exchange.empty").left_out(),
-            "tiles",
-            LOADS_LAG,
-        ),
-        Bug(
-            "the second CTA passes on dS that has not come",
-            waits(SECOND + MMA, "exchange.full").left_out(),
-            "one",
-            LOADS_LAG,
-        ),
+        no_wait("the second CTA passes on dS that has not come", SECOND + MMA, "exchange.full", "one", LOADS_LAG),
         Bug(
             "Q is loaded over Q that the first pass still reads",
             waits(PRODUCER, "q.empty", 3)[0].left_out(),
@@ -78,19 +64,9 @@ PAIR_TWO_PASS: Bugs = {
             "two",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "K by columns is loaded over dV that TMA still reads",
-            waits(PRODUCER, "k_columns.empty").left_out(),
-            "one",
-            STORES_LAG,
-        ),
-        Bug("V is loaded over dK that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "tiles", STORES_LAG),
-        Bug(
-            "K is loaded over K by columns that dQ still reads",
-            waits(PRODUCER, "k.empty").left_out(),
-            "tiles",
-            PRODUCTS_LAG,
-        ),
+        no_wait("K by columns is loaded over dV that TMA still reads", PRODUCER, "k_columns.empty", "one", STORES_LAG),
+        no_wait("V is loaded over dK that TMA still reads", PRODUCER, "v.empty", "tiles", STORES_LAG),
+        no_wait("K is loaded over K by columns that dQ still reads", PRODUCER, "k.empty", "tiles", PRODUCTS_LAG),
         Bug(
             "dO by rows is loaded over dO by columns that dV still reads",
             waits(PRODUCER, "do_columns.empty", 2)[1:].left_out(),
@@ -122,11 +98,8 @@ PAIR_TWO_PASS: Bugs = {
             "tiles",
             _DRAIN_LAGS,
         ),
-        Bug(
-            "compute warps overwrite dS that the last step's dQ still reads",
-            waits(_COMPUTE, "dq.full").left_out(),
-            "steps",
-            PRODUCTS_LAG,
+        no_wait(
+            "compute warps overwrite dS that the last step's dQ still reads", _COMPUTE, "dq.full", "steps", PRODUCTS_LAG
         ),
         Bug(
             "the second pass reads scores that are not complete",
@@ -141,8 +114,8 @@ PAIR_TWO_PASS: Bugs = {
             waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
             "one",
         ),
-        Bug("the producer waits for the last tile's dV", waits(PRODUCER, "k_columns.empty").flipped(PARITY), "one"),
-        Bug("compute warps are a phase late with dQ", waits(_COMPUTE, "dq.full").flipped(PARITY), "one"),
+        wrong_phase("the producer waits for the last tile's dV", PRODUCER, "k_columns.empty", "one"),
+        wrong_phase("compute warps are a phase late with dQ", _COMPUTE, "dq.full", "one"),
     ),
     "wrong place": (
         Bug("K is taken from another place than it was copied to", _FIRST_OF_S.flipped(A, 384 ^ 448), "one"),
@@ -153,18 +126,8 @@ PAIR_TWO_PASS: Bugs = {
         Bug("products of dP are said to have the keys of one CTA", _OF_DP.flipped(KIND, (16 ^ 8) << 24), "one"),
     ),
     "missing arrival": (
-        Bug(
-            "dV does not give back the place of K",
-            arrivals(_COMPUTE, "k_columns.empty").left_out(),
-            "one",
-            lint="arrivals",
-        ),
-        Bug(
-            "K in tensor memory is not signalled",
-            arrivals(_COMPUTE, "keys.full").left_out(),
-            "one",
-            lint="arrivals",
-        ),
+        no_arrival("dV does not give back the place of K", _COMPUTE, "k_columns.empty", "one"),
+        no_arrival("K in tensor memory is not signalled", _COMPUTE, "keys.full", "one"),
         Bug(
             "the last dQ does not give back the place of K: there is no commit",
             commits(MMA, "k.empty").left_out(),

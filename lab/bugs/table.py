@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.bugs.code import MMA, SECOND, Change, Found, both, columns, find
+from lab.bugs.code import MMA, PARITY, SECOND, Change, Found, arrivals, both, columns, find, uncounted, waits
 from lab.bugs.launches import LaunchBug
 from lab.interpreter import Lagging
 
@@ -29,6 +29,26 @@ class Bug(NamedTuple):
 
 Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
 AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
+
+
+def no_wait(text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1) -> Bug:
+    """A warp does not wait for an mbarrier, in ``count`` places."""
+    return Bug(text, waits(by, barrier, count).left_out(), call, lags)
+
+
+def wrong_phase(text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1) -> Bug:
+    """A warp waits for an mbarrier's other phase, in ``count`` places."""
+    return Bug(text, waits(by, barrier, count).flipped(PARITY), call, lags)
+
+
+def no_arrival(text: str, by: int, barrier: str, call: str) -> Bug:
+    """Threads of a warp do not arrive at an mbarrier."""
+    return Bug(text, arrivals(by, barrier).left_out(), call, lint="arrivals")
+
+
+def counted_short(text: str, barrier: str, number: int, call: str, lags: Lagging = frozenset()) -> Bug:
+    """An mbarrier counts so many arrivals too few."""
+    return Bug(text, uncounted(barrier, number), call, lags, lint="arrivals")
 
 
 def no_fence_before(between: str, arrival: Found, call: str) -> Bug:

@@ -15,7 +15,7 @@ from lab.bugs.code import (
     registers_kept,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
 
 _DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
@@ -28,8 +28,8 @@ _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
 
 TWO_PASS: Bugs = {
     "missing wait": (
-        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "one", LOADS_LAG),
-        Bug("V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "one", STORES_LAG),
+        no_wait("dP is begun before V is there", MMA, "v.full", "one", LOADS_LAG),
+        no_wait("V is loaded over dV that TMA still reads", PRODUCER, "v.empty", "one", STORES_LAG),
         Bug(
             "dV is begun before P is stored",
             waits(MMA, "scores.empty", 2)[0].left_out(),
@@ -37,11 +37,13 @@ TWO_PASS: Bugs = {
             _COMPUTE_LAGS,
         ),
         Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 2)[1].left_out(), "one", _COMPUTE_LAGS),
-        Bug(
+        no_wait(
             "dQ overwrites the last step's, which drain warps have not read",
-            waits(MMA, "dq.empty", 2).left_out(),
+            MMA,
+            "dq.empty",
             "steps",
             _DRAIN_LAGS,
+            count=2,
         ),
         Bug(
             "Q is loaded over Q that products still read",
@@ -61,11 +63,8 @@ TWO_PASS: Bugs = {
             "one",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "drain warps read the second part of dQ before it is complete",
-            waits(_DRAIN, "dq.full+1").left_out(),
-            "one",
-            PRODUCTS_LAG,
+        no_wait(
+            "drain warps read the second part of dQ before it is complete", _DRAIN, "dq.full+1", "one", PRODUCTS_LAG
         ),
     ),
     "wrong phase": (
@@ -74,7 +73,7 @@ TWO_PASS: Bugs = {
             waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
             "one",
         ),
-        Bug("the producer waits for the last tile's dV", waits(PRODUCER, "v.empty").flipped(PARITY), "one"),
+        wrong_phase("the producer waits for the last tile's dV", PRODUCER, "v.empty", "one"),
     ),
     "wrong column": (
         Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
@@ -85,7 +84,7 @@ TWO_PASS: Bugs = {
     "missing arrival": (
         Bug("the first pass does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
         Bug("the second pass does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
-        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one", lint="arrivals"),
+        no_arrival("dV does not give back the place of V", _COMPUTE, "v.empty", "one"),
         Bug("complete dP is not signalled: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
         Bug(
             "scores of the first pass do not give Q back: there is no commit",

@@ -15,7 +15,7 @@ from lab.bugs.code import (
     registers_kept,
     waits,
 )
-from lab.bugs.table import Bug, Bugs
+from lab.bugs.table import Bug, Bugs, no_wait
 
 _DRAIN, _COMPUTE, _ADDS = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
 _DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
@@ -43,11 +43,8 @@ WIDE_PAIR: Bugs = {
             "two",
             _DRAIN_LAGS,
         ),
-        Bug(
-            "the next scores overwrite those that compute warps have not read",
-            waits(MMA, "p.full").left_out(),
-            "two",
-            _COMPUTE_LAGS,
+        no_wait(
+            "the next scores overwrite those that compute warps have not read", MMA, "p.full", "two", _COMPUTE_LAGS
         ),
     ),
     "wrong place": (
