@@ -24,7 +24,7 @@ from flash_attn_cute import settings
 from flash_attn_cute.jit import bundle, cache, disk, key, warm
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
-from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS
+from flash_attn_cute.kernels.selection import BLOCKS
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = get_args(PassName)
@@ -92,8 +92,6 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
                 cases = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), windows, contentions)
                 options = [{"keys": keys, "window": w, "low_contention": low} for keys, w, low in cases]
             elif name in _SELECTIONS:
-                if max(d, d_v) > HEAD_DIMS[-1]:
-                    raise ValueError(f"--head-dims: expected at most {HEAD_DIMS[-1]} for {name}, got {max(d, d_v)}")
                 options = [{"group": group, "block": block} for group in chosen.groups for block in (1, *BLOCKS)]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))

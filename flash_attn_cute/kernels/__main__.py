@@ -14,7 +14,6 @@ from typing import Any, get_args
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
-from flash_attn_cute.kernels.selection import HEAD_DIMS
 
 _PROGRAM = "flash_attn_cute.kernels"
 _ROWS = {"forward": "queries", "backward": "keys"}  # of a sequence, by which a pass's kernel is chosen
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pass: expected one of {', '.join(architecture.passes)}, got {chosen.pass_name}", file=sys.stderr)
         return 2
     d, d_v = chosen.d, chosen.d_v or chosen.d
-    widest = HEAD_DIMS[-1] if chosen.pass_name.startswith("selection") else architecture.max_head_dim
+    widest = architecture.max_head_dim
     if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
         print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)
         return 2

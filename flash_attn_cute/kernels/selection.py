@@ -4,9 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 BLOCKS = (64, 128)  # keys of a kernel's block
-HEAD_DIMS = (64, 128)  # columns of tiles; TMA fills those that a call lacks with zeros
+HEAD_DIMS = (64, 128, 192, 256)  # columns of tiles; TMA fills those that a call lacks with zeros
 TILE_ROWS = 64  # of a tile: heads of some queries
-WARPGROUPS_BACKWARD = 2  # of a CTA, each with sums of dK and dV of its own
 KEY_WORDS = 2  # Int32 with a bit for each of 64 keys
 ITEM_FIELDS = 4  # Int32 that describe an item: ``sm90.selection_transfers.Item``
 PICKS_AT_ONCE = 256  # that a warp reads together where tables are made; chunks are multiples of it
@@ -21,6 +20,12 @@ def num_parts(block: int, tile_n: int) -> int:
 def num_columns(k_rows: int, block: int, num_sequences: int) -> int:
     """Key blocks of all sequences, at the most; ``num_sequences`` is 0 of dense calls."""
     return k_rows // block + num_sequences if num_sequences else -(-k_rows // block)
+
+
+def threads_of_rows(lanes: int) -> int:
+    """Threads of a CTA, at most 256: whole warps, and whole rows of so many threads."""
+    together = math.lcm(lanes, 32)
+    return 256 // together * together
 
 
 class TableSizes(NamedTuple):
@@ -63,9 +68,9 @@ def workspace_parts(config: Any, units: Any, picks: Any) -> dict[str, tuple[Any,
 def backward_workspace_parts(config: Any, units: Any, rows: Any, picks: Any, items: Any) -> dict[str, tuple[Any, ...]]:
     """Parts of the workspace of a backward pass, float32, for units of so many rows, picks and items.
 
-    lse in base 2 and delta of each row; dQ of each pick; and dK and dV of each warpgroup of an item.
+    lse in base 2 and delta of each row; dQ of each pick; and the sums of dK and of dV of each item.
     """
-    parts = items * WARPGROUPS_BACKWARD
+    parts = items * config.sums_an_item
     return {
         "mLSE": (units, rows, config.group),
         "mDelta": (units, rows, config.group),

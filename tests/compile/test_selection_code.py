@@ -20,6 +20,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in (16, *BLOCKS)},
     **{f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group} for d in HEAD_DIMS for group in (1, 16)},
     "d64-dv128": {"d": 64, "d_v": 128},
+    **{f"d{d}-dv{d_v}": {"d": d, "d_v": d_v, "block": 128} for d, d_v in ((192, 128), (192, 256), (256, 192))},
+    "d256-everything": {"d": 256, "dtype": "float16", **_EVERYTHING},
 }
 
 
@@ -48,6 +50,9 @@ BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}-block16": {"d": d, "block": 16, "right": True} for d in HEAD_DIMS},
     "everything-block16": {"block": 16, "dtype": "float16", **_BACKWARD_EVERYTHING},
     "d64-dv128": {"d": 64, "d_v": 128},
+    "d192-dv128": {"d": 192, "d_v": 128},
+    "d192-one-head": {"d": 192, "group": 1, **_BACKWARD_EVERYTHING},
+    "d64-dv256": {"d": 64, "d_v": 256},
 }
 
 
@@ -58,9 +63,11 @@ def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
     chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
     code = machine_code(chosen, tmp_path, spilled=8 * chosen.key_bits)
     (sass,) = code["SelectionBackward"]
-    # S, dP, then dV, dK and dQ, of 64 rows and keys each.
+    # S, dP, then dV and dK, or one of them by two tiles, and dQ, of 64 rows and keys each.
     products = chosen.tile_d // 16, chosen.tile_dv // 16, 4, 4, chosen.tile_d // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == sum(products)
+    pieces = chosen.tile_d // 64
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 + pieces + 2 + pieces  # fences, and waits
     assert "UTMALDG" in sass
     around = ("SelectionPreprocess", "SelectionQueryGradients", "SelectionKeyGradients")
     for kernels in (code[name] for name in around):

@@ -29,6 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"q": [20, 33, 0], "k": [130, 64, 9], "nheads": 4, "nheads_k": 2, "causal": True, "sink": True,
                "seqused": True},
     "softcap": {"q": [40], "k": [130], "nheads": 4, "causal": True, "softcap": 3.0},
+    "wide": {"q": [40], "k": [200], "nheads": 16, "head_dim": 256, "causal": True, "top": 3},
+    "wide-blocks-of-128": {"q": [40], "k": [300], "nheads": 2, "head_dim": 256, "block": 128, "dtype": torch.float16},
+    "wide-k": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "head_dim": 192, "head_dim_v": 128,
+               "packed": True, "causal": True, "sink": True, "softcap": 3.0, "block": 128},
+    "wide-v": {"q": [20, 33, 0], "k": [130, 64, 9], "nheads": 4, "nheads_k": 2, "head_dim": 136, "head_dim_v": 200,
+               "window_size": (40, 10), "sink": True, "seqused": True},
+    "wide-key-bits": {"q": [40], "k": [130], "nheads": 4, "head_dim": 192, "head_dim_v": 128, "causal": True,
+                      "block": 16, "top": 6},
+    "wide-one-head": {"q": [130], "k": [100], "nheads": 1, "head_dim": 64, "head_dim_v": 256},
+    "many-wide-tiles": {"q": [30], "k": [60], "nheads": 16, "head_dim": 192},
     "many-tiles": {"q": [100], "k": [60], "nheads": 16},
     "blocks-of-16": {"q": [70], "k": [130], "nheads": 4, "causal": True, "block": 16, "top": 5},
     "blocks-of-1": {"q": [33], "k": [100], "nheads": 16, "head_dim": 128, "causal": True, "block": 1, "top": 40},
@@ -90,10 +100,19 @@ def test_gradients(options: dict[str, Any]) -> None:
     check_gradients(*drawn(options, 0), through_lse=True)
 
 
+@pytest.mark.parametrize("case", ["many-tiles", pytest.param("many-wide-tiles", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", ["loads", pytest.param("products", marks=pytest.mark.slow), "warpgroups"])
-def test_late_engines_of_gradients(late: str) -> None:
-    call, rng = drawn(CASES["many-tiles"], 0)
+def test_late_engines_of_gradients(late: str, case: str) -> None:
+    call, rng = drawn(CASES[case], 0)
     check_gradients(call, rng, lagging=frozenset({late}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [range(4, 8), range(8, 12)])
+def test_warpgroups_in_step_wait_for_each_other(late: range) -> None:
+    """Above 128 columns either mma warpgroup may be the slower one, whose P, dS, Q and dO the other reads."""
+    call, rng = drawn(CASES["many-wide-tiles"], 1)
+    check_gradients(call, rng, lagging=frozenset(late))
 
 
 @pytest.mark.slow

@@ -333,6 +333,7 @@ HOPPER = {
     "backward of clusters": (backward_config("bfloat16", 256, 256, Features(deterministic=True)), 3),
     "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
     "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
+    "selection, backward, wide": (selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16), 1),
 }
 
 

@@ -218,13 +218,19 @@ def test_which_backend_serves_it() -> None:
     assert chosen.forward.config.pass_name == "selection"
     assert chosen.backward.config.pass_name == "selection_backward"
     assert chosen.backward.deterministic
+    assert on_meta(256, gpu="sm90").passed_over == {
+        "sm90": (
+            "d or d_v above 128 beside BlockMask.from_selection, whose kernels have not run on a GPU yet and serve "
+            "calls with backend='sm90' alone",
+        )
+    }
+    assert on_meta(256, gpu="sm90", backend="sm90").backend == "sm90"
 
 
 @pytest.mark.parametrize(
     ("gpu", "options", "words"),
     [
         ("sm100", {}, "key blocks selected per query"),
-        ("sm90", {"d": 136}, "d = 136 beside BlockMask.from_selection (up to 128)"),
         ("sm90", {"precise_gradients": True}, "precise_gradients=True beside BlockMask.from_selection"),
     ],
 )

@@ -9,7 +9,6 @@ from flash_attn_cute.kernels.arguments import SelectionNumbers, workspace_bytes
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.kernels.selection import (
-    HEAD_DIMS,
     TILE_ROWS,
     TableSizes,
     backward_workspace_parts,
@@ -41,14 +40,7 @@ class SelectionPlan(NamedTuple):
 
 def limits(spec: AttentionSpec) -> tuple[str, ...]:
     """Why kernels cannot serve a selection; empty if they can."""
-    reasons = []
-    for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
-        if d > HEAD_DIMS[-1]:
-            reasons.append(f"{name} = {d} {_BESIDE} (up to {HEAD_DIMS[-1]})")
-    refused = {
-        "precise_gradients=True": spec.precise_gradients,
-    }
-    return (*reasons, *(f"{name} {_BESIDE}" for name, is_asked in refused.items() if is_asked))
+    return (f"precise_gradients=True {_BESIDE}",) if spec.precise_gradients else ()
 
 
 def plan_selection(

@@ -15,9 +15,8 @@ from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.rows import rounded, rows_first
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
-from flash_attn_cute.kernels.selection import WARPGROUPS_BACKWARD
+from flash_attn_cute.kernels.selection import threads_of_rows
 
-_THREADS = 256
 _VECTOR = 8  # columns of dQ of a thread
 _FOUR = 4  # columns of dK and dV of a thread at a time
 
@@ -28,13 +27,14 @@ class SelectionQueryGradients:
     def __init__(self, config: Any):
         self.config = config
         self.lanes = config.tile_d // _VECTOR
+        self.threads = threads_of_rows(self.lanes)
 
     @cute.jit
     def __call__(self, a: SelectionBackwardArguments, tables: SelectionTables, mdQ: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         rows = a.numbers.num_units * a.numbers.num_rows * self.config.group
-        grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]
-        self.kernel(a, tables.mColumns, mdQ).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+        grid = [cute.ceil_div(rows, self.threads // self.lanes), 1, 1]
+        self.kernel(a, tables.mColumns, mdQ).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor) -> None:
@@ -42,7 +42,7 @@ class SelectionQueryGradients:
         n, group = a.numbers, self.config.group
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        index = index * (_THREADS // self.lanes) + thread // self.lanes
+        index = index * (self.threads // self.lanes) + thread // self.lanes
         row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
         if unit_idx < n.num_units:
             self._sum(a, mColumns, mdQ, unit_idx, row, index % group, thread % self.lanes)
@@ -80,6 +80,7 @@ class SelectionKeyGradients:
 
     def __init__(self, config: Any):
         self.config = config
+        self.threads = threads_of_rows(config.tile_d // _FOUR)
 
     @cute.jit
     def __call__(
@@ -88,7 +89,7 @@ class SelectionKeyGradients:
         """Launches the kernel."""
         heads = a.mK.shape[-2] * (1 if self.config.features.packed else a.mK.shape[0])
         self.kernel(a, tables, parts["mdK"], parts["mdV"]).launch(
-            grid=[a.numbers.columns * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream
+            grid=[a.numbers.columns * heads, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -129,13 +130,13 @@ class SelectionKeyGradients:
         thread: Int32,
     ) -> None:
         """Adds items start .. stop, times a scale, to the first so many rows of the sums (rows, d)."""
-        columns = parts.shape[1] // self.config.tile_n
-        for vector in cutlass.range(thread, parts.shape[1] // _FOUR, _THREADS, unroll=1):
+        columns, of_item = parts.shape[1] // self.config.tile_n, self.config.sums_an_item
+        for vector in cutlass.range(thread, parts.shape[1] // _FOUR, self.threads, unroll=1):
             row, column = vector * _FOUR // columns, vector * _FOUR % columns
             if row < rows and column < sums.shape[1]:
                 total = cute.make_rmem_tensor(_FOUR, Float32)
                 total.fill(0.0)
-                for part in cutlass.range(start * WARPGROUPS_BACKWARD, stop * WARPGROUPS_BACKWARD, unroll=4):
+                for part in cutlass.range(start * of_item, stop * of_item, unroll=4):
                     add(total, cute.local_tile(parts[Int64(part), None], (_FOUR,), (vector,)))
                 target = cute.local_tile(sums[row, None], (_FOUR,), (column // _FOUR,))
                 for i in cutlass.range_constexpr(_FOUR):

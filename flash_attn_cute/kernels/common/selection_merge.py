@@ -16,8 +16,8 @@ from flash_attn_cute.kernels.common.rows import numbers_first, rounded, rows_fir
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.softmax import finalize
+from flash_attn_cute.kernels.selection import threads_of_rows
 
-_THREADS = 256
 _VECTOR = 8  # columns of a thread
 
 
@@ -27,15 +27,16 @@ class SelectionMerge:
     def __init__(self, config: Any):
         self.config = config
         self.lanes = config.tile_dv // _VECTOR
+        self.threads = threads_of_rows(self.lanes)
 
     @cute.jit
     def __call__(self, a: SelectionArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel behind the one that has filled ``parts`` (``kernels.selection.workspace_parts``)."""
         n = a.numbers
         rows = n.num_units * n.num_rows * self.config.group
-        grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]
+        grid = [cute.ceil_div(rows, self.threads // self.lanes), 1, 1]
         self.kernel(a, tables.mColumns, parts["mOut"], parts["mLSE"]).launch(
-            grid=grid, block=[_THREADS, 1, 1], stream=stream
+            grid=grid, block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -44,7 +45,7 @@ class SelectionMerge:
         n, group = a.numbers, self.config.group
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        index = index * (_THREADS // self.lanes) + thread // self.lanes
+        index = index * (self.threads // self.lanes) + thread // self.lanes
         row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
         if unit_idx < n.num_units:
             self._merge(a, mColumns, mOut, mLSE, unit_idx, row, index % group, thread % self.lanes)

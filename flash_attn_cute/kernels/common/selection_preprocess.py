@@ -19,11 +19,11 @@ _VECTOR = 8  # columns of a thread at a time
 
 
 class SelectionPreprocess:
-    """The preprocessing kernel: so many threads a row as a tile's row has vectors of 16 bytes."""
+    """The preprocessing kernel: a thread for each vector of 16 bytes of a row, and more up to a power of 2."""
 
     def __init__(self, config: Any):
         self.config = config
-        self.lanes = config.tile_dv // _VECTOR
+        self.lanes = 1 << (config.tile_dv // _VECTOR - 1).bit_length()
 
     @cute.jit
     def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]

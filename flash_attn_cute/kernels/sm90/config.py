@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
 
-_SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers, and for a row of a bias
+SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers, and for a row of a bias
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ForwardConfig(Sm90Config):
     @property
     def bias_stages(self) -> int:
         """Tiles of the bias in flight: two if a CTA that works on one tile has room for them."""
-        return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
+        return 2 if self._bytes(1, 2) <= SHARED_MEMORY else 1
 
     def _bytes(self, tile_stages: int, bias_stages: int) -> int:
         """Bytes of shared memory for tiles. O takes the place of Q if there is only one stage of Q.
@@ -137,7 +137,7 @@ class ForwardConfig(Sm90Config):
 
         With half blocks Q lies in registers, and O leaves from there, so that one tile of Q is enough.
         """
-        return self.features.half_blocks or self._bytes(2, self.bias_stages) <= _SHARED_MEMORY
+        return self.features.half_blocks or self._bytes(2, self.bias_stages) <= SHARED_MEMORY
 
     @property
     def tile_stages(self) -> int:
@@ -325,7 +325,7 @@ class BackwardCtaConfig(BackwardConfig):
     @property
     def bias_stages(self) -> int:
         """Tiles of the bias in shared memory."""
-        return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
+        return 2 if self._bytes(2) <= SHARED_MEMORY else 1
 
     def _bytes(self, bias_stages: int) -> int:
         """Bytes of shared memory: K and V, Q and dO, dS in two stages, dQ on its way out, and the bias."""
@@ -661,7 +661,7 @@ class BiasGradientConfig(Sm90Config):
     @property
     def stages(self) -> int:
         """Pieces whose operands are in shared memory."""
-        return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
+        return 2 if self._bytes(2) <= SHARED_MEMORY else 1
 
     def _bytes(self, stages: int) -> int:
         """Bytes of Q, K, dO and V, of a bias tile, of its warps' sums over queries, and 4 KB for pieces."""
@@ -678,4 +678,4 @@ def bias_gradient_config(
     features = _read_alike(features.of_pass("bias_gradient"))
     widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
     tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in widths)
-    return next(tile for tile in tiles if tile._bytes(1) <= _SHARED_MEMORY)
+    return next(tile for tile in tiles if tile._bytes(1) <= SHARED_MEMORY)

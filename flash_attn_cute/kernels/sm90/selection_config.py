@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
-from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS, WARPGROUPS_BACKWARD
-from flash_attn_cute.kernels.sm90.config import Sm90Config
+from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, TILE_ROWS
+from flash_attn_cute.kernels.sm90.config import SHARED_MEMORY, Sm90Config
 
 # Features that change the kernels of the forward and of the backward pass.
 _READ_BY_BOTH = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
 _READ, _READ_BACKWARD = (*_READ_BY_BOTH, "sink", "max_logits"), (*_READ_BY_BOTH, "dlse")
+_NARROW = 128  # head dimension up to which a warpgroup's registers have room for sums of dK and of dV
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,6 @@ class SelectedConfig(Sm90Config):
     ctas_a_tile: ClassVar[int] = 1
     persistent: ClassVar[bool] = False
     tile_m: ClassVar[int] = TILE_ROWS
-    stages: ClassVar[int] = 2  # tiles of Q in flight, for each warpgroup
 
     tile_dv: int  # columns of v
     tile_n: int  # keys of a block
@@ -32,8 +32,32 @@ class SelectedConfig(Sm90Config):
         return TILE_ROWS // self.group
 
     @property
+    def is_wide(self) -> bool:
+        """Whether rows are longer than one warpgroup has registers for in all of its sums."""
+        return max(self.tile_d, self.tile_dv) > _NARROW
+
+    @property
     def num_mma_warpgroups(self) -> int:
         """Mma warpgroups, of a tile each."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight for each warpgroup: two, or the one that shared memory has room for."""
+        return 2 if self.fits(2) else 1
+
+    def fits(self, stages: int) -> bool:
+        """Whether shared memory has room for tiles of so many stages."""
+        block, tile = self.tile_n * (self.tile_d + self.tile_dv), self.elements_a_tile(stages)
+        return 2 * (block + self.num_mma_warpgroups * tile) <= SHARED_MEMORY
+
+    @property
+    def in_step(self) -> bool:
+        """Whether warpgroups take tiles together."""
+        return False
+
+    def elements_a_tile(self, stages: int) -> int:
+        """Elements in shared memory for the tiles of one warpgroup."""
         raise NotImplementedError
 
     @property
@@ -52,8 +76,12 @@ class SelectionConfig(SelectedConfig):
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Mma warpgroups; scores of 128 keys leave registers for two."""
-        return 3 if self.tile_n == BLOCKS[0] else 2
+        """Mma warpgroups; scores of 128 keys, or wide rows of O, leave registers for two."""
+        return 3 if self.tile_n == BLOCKS[0] and not self.is_wide else 2
+
+    def elements_a_tile(self, stages: int) -> int:
+        """See ``SelectedConfig``: Q, and O."""
+        return TILE_ROWS * (stages * self.tile_d + self.tile_dv)
 
 
 @dataclass(frozen=True)
@@ -61,24 +89,48 @@ class SelectionBackwardConfig(SelectedConfig):
     """Configuration of the backward kernels of a selection, of blocks of 64 keys: others are cut into such."""
 
     pass_name: ClassVar[PassName] = "selection_backward"
-    num_mma_warpgroups: ClassVar[int] = WARPGROUPS_BACKWARD  # type: ignore[assignment]
+    num_mma_warpgroups: ClassVar[int] = 2  # type: ignore[assignment]
+
+    @property
+    def in_step(self) -> bool:
+        """See ``SelectedConfig``: one sums up dV of both tiles, the other dK; else each has both sums of its own."""
+        return self.is_wide
+
+    @property
+    def sums_an_item(self) -> int:
+        """Sums of dK, and of dV, that an item leaves."""
+        return 1 if self.in_step else self.num_mma_warpgroups
+
+    def elements_a_tile(self, stages: int) -> int:
+        """See ``SelectedConfig``: Q and dO, and P and dS."""
+        return TILE_ROWS * (stages * (self.tile_d + self.tile_dv) + 2 * self.tile_n)
 
 
 def selection_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, block: int = BLOCKS[0]
 ) -> SelectionConfig:
-    """The configuration that serves a call, of selected blocks of so many keys and groups of so many heads."""
+    """The configuration that serves a call, of groups of so many heads.
+
+    Selected blocks of ``block`` keys are cut into the largest that divide them and leave room in shared memory, or else
+    picks have bits of keys.
+    """
     given = _fields(dtype, head_dim, head_dim_v, features, group, block, _READ)
-    tile_n = next((size for size in reversed(BLOCKS) if block % size == 0), BLOCKS[0])
-    return SelectionConfig(**given, tile_n=tile_n)
+    sizes = [size for size in reversed(BLOCKS) if block % size == 0] or BLOCKS[:1]
+    configs = (SelectionConfig(**given, tile_n=size) for size in sizes)
+    return next(config for config in configs if config.fits(1))
 
 
 def selection_backward_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, block: int = BLOCKS[0]
 ) -> SelectionBackwardConfig:
-    """The configuration that serves the backward pass of a call, likewise."""
+    """The configuration that serves the backward pass of a call, likewise, whose blocks have 64 keys.
+
+    Warpgroups that take tiles together have sums of one size: the narrower of two head dimensions is filled with zeros.
+    """
     given = _fields(dtype, head_dim, head_dim_v, features, group, block, _READ_BACKWARD)
-    return SelectionBackwardConfig(**given, tile_n=BLOCKS[0])
+    config = SelectionBackwardConfig(**given, tile_n=BLOCKS[0])
+    widest = max(config.tile_d, config.tile_dv)
+    return replace(config, tile_d=widest, tile_dv=widest) if config.in_step else config
 
 
 def _fields(

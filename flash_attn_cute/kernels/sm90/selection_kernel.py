@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernel
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads, tiles_of
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 
@@ -61,11 +61,11 @@ class ItemKernel(MainKernel):
     def mainloop(self, work: cutlass.Constexpr) -> None:
         """An mma warpgroup's tiles of an item: every so many."""
         c, item, step = self.config, work.item, Int32(0)
-        tiles = c.num_mma_warpgroups * c.picks_a_tile
-        for first in cutlass.range(item.start + work.warpgroup * c.picks_a_tile, item.stop, tiles, unroll=1):
+        begin, end, tiles = tiles_of(c, item, work.warpgroup)
+        for first in cutlass.range(begin, end, tiles, unroll=1):
             self.tile(work, cutlass.min(item.stop - first, c.picks_a_tile), step)
             step += 1
 
     def tile(self, work: Any, num_picks: Int32, step: Int32) -> None:
-        """A tile of so many picks, of an mma warpgroup's ``work``."""
+        """A tile of so many picks, of an mma warpgroup's ``work``; of none if not positive."""
         raise NotImplementedError

@@ -17,10 +17,12 @@ warpgroup 0     tensor cores   S(n), dP(n)              dV, dK, dQ(n)           
 warpgroup 1     tensor cores                S(n+1), dP(n+1)               dV, dK, dQ(n+1)
                 other units                                P, dS(n+1)                     stores dQ(n+1)
 """
-_ORDERS = (  # of the backward kernel
-    Order("P, dS: threads, tensor cores", "a proxy fence and the warpgroup's barrier"),
-    Order("P, dS: tensor cores, threads", "the warpgroup's barrier ahead of the next tile's P"),
-)
+_IN_STEP = """
+warpgroup 0     tensor cores   S, dP(n)              dV += P'dO of n and n+1   dQ(n)          S, dP(n+2)
+                other units          P(n), dS(n)                                 stores dQ(n)
+warpgroup 1     tensor cores   S, dP(n+1)            dK += dS'Q of n and n+1   dQ(n+1)        S, dP(n+3)
+                other units          P, dS(n+1)                                  stores dQ(n+1)
+"""
 
 
 def selection_schedule(config: SelectedConfig) -> Schedule:
@@ -28,13 +30,14 @@ def selection_schedule(config: SelectedConfig) -> Schedule:
     c, warpgroups, is_backward = config, config.num_mma_warpgroups, isinstance(config, SelectionBackwardConfig)
     loading, computing = c.registers
     rows, sums = ("Q and dO", "; sums of dK and dV in registers") if is_backward else ("Q", "")
+    sums = "; the first has the sums of dV of all tiles, the second those of dK" if c.in_step else sums
     kernel = "backward/selection.py:SelectionBackwardSm90" if is_backward else "selection.py:SelectionSm90"
     does = f"warp w issues TMA for warpgroup w: {rows} of its picks; warp 0 K and V, too"
     producer = Role("producer", range(warpgroups), loading, does)
     idle = Role("idle", range(warpgroups, 4), loading, "idle")
     does = f"{warpgroups} warpgroups, which have the item's tiles in turn{sums}"
     mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, does)
-    once, released = (producer.once(),), (mma.per_warp_of_a_warpgroup(),)
+    once, released = (producer.once(),), (mma.per_warp() if c.in_step else mma.per_warp_of_a_warpgroup(),)
     tile_bytes = 2 * TILE_ROWS * (c.tile_d + is_backward * c.tile_dv)
     return Schedule(
         kernel=f"kernels/sm90/{kernel}",
@@ -51,9 +54,9 @@ def selection_schedule(config: SelectedConfig) -> Schedule:
             ),
         ),
         shared=_buffers(c, is_backward),
-        steps=_steps(warpgroups, rows, is_backward),
-        orders=_ORDERS if is_backward else (),
-        timeline=_BACKWARD if is_backward else _FORWARD,
+        steps=_steps(warpgroups, rows, is_backward, c.in_step),
+        orders=_orders(c.in_step) if is_backward else (),
+        timeline=(_IN_STEP if c.in_step else _BACKWARD) if is_backward else _FORWARD,
     )
 
 
@@ -77,9 +80,19 @@ def _buffers(c: SelectedConfig, is_backward: bool) -> tuple[Buffer, ...]:
     )
 
 
-def _steps(warpgroups: int, rows: str, is_backward: bool) -> tuple[Step, ...]:
+def _orders(in_step: bool) -> tuple[Order, ...]:
+    """What orders data of the backward kernel."""
+    barrier = "both warpgroups' barrier" if in_step else "the warpgroup's barrier"
+    return (
+        Order("P, dS: threads, tensor cores", f"a proxy fence and {barrier}"),
+        Order("P, dS: tensor cores, threads", f"{barrier} ahead of the next tile's P"),
+    )
+
+
+def _steps(warpgroups: int, rows: str, is_backward: bool, in_step: bool) -> tuple[Step, ...]:
     """Steps of all roles."""
     full, empty = (", ".join(f"q{w}.{side}" for w in range(warpgroups)) for side in ("full", "empty"))
+    sums = "dV += P' dO or dK += dS' Q of both warpgroups' tiles" if in_step else "dV += P' dO, dK += dS' Q"
     forward = (
         Step("mma", f"k.full, {full}", "issues S = Q K'"),
         Step("mma", "S complete", "releases Q", empty),
@@ -90,7 +103,7 @@ def _steps(warpgroups: int, rows: str, is_backward: bool) -> tuple[Step, ...]:
         Step("mma", f"k.full, v.full, {full}", "issues S = Q K' and dP = dO V'"),
         Step("mma", "S complete", "P = exp2(S - lse), to sP"),
         Step("mma", "dP complete", "dS = P * (dP - delta), to sdS"),
-        Step("mma", "", "issues dV += P' dO, dK += dS' Q, and dQ = dS K by columns"),
+        Step("mma", "", f"issues {sums}, and dQ = dS K by columns"),
         Step("mma", "dV, dK, dQ complete", "releases Q and dO; stores dQ from registers", empty),
     )
     return (

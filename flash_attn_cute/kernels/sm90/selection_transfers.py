@@ -68,6 +68,13 @@ class Item:
         return Item(fields[0], fields[1], fields[3], q, k)
 
 
+def tiles_of(config: Any, item: Any, warpgroup: Int32) -> tuple[Int32, Int32, int]:
+    """Range of the first entries of a warpgroup's tiles. In step, those of a last tile may be behind the item's."""
+    c, before = config, warpgroup * config.picks_a_tile
+    stop = item.stop + before if c.in_step else item.stop
+    return item.start + before, stop, c.num_mma_warpgroups * c.picks_a_tile
+
+
 @cute.jit
 def visible_keys(
     config: cutlass.Constexpr,
@@ -153,7 +160,7 @@ class SelectionTransfers:
     ) -> None:
         """Loads rows of a warpgroup's tiles, each pick's from where they are.
 
-        A last tile that lacks picks has the last one in their place.
+        A last tile that lacks picks, or has none, has the item's last one in their place.
 
         Args:
             a: of the launch.
@@ -169,7 +176,8 @@ class SelectionTransfers:
         ring, picks, first_head = shared.q_ring(warpgroup), c.picks_a_tile, unit.number * c.group
         entries = tables.mEntries[unit.set, None]
         step = Int32(0)
-        for first in cutlass.range(item.start + warpgroup * picks, item.stop, c.num_mma_warpgroups * picks, unroll=1):
+        begin, end, tiles = tiles_of(c, item, warpgroup)
+        for first in cutlass.range(begin, end, tiles, unroll=1):
             own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, _LANES)]
             rows = [a.numbers.first_row + entry // top for entry in own]
             bits = self._load_key_bits(tables, unit, own)

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, pipeline
+from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -19,6 +19,13 @@ def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.Composed
 def transposed(x: cute.Tensor) -> cute.Tensor:
     """The tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+def one_of(is_first: Boolean, first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
+    """The first of two tiles of one layout, or the second."""
+    apart = (second.iterator.toint() - first.iterator.toint()) // (first.element_type.width // 8)
+    apart = cute.assume(apart, divby=512)  # tiles of 16 bits begin at multiples of 1 KB
+    return cute.make_tensor(first.iterator + cutlass.select_(is_first, Int32(0), apart), first.layout)
 
 
 @cute.jit

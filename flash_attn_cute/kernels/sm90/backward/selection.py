@@ -7,8 +7,10 @@ A CTA has an item: some of the picks (a query and a block that it selects) of on
 group. K and V stay. Each mma warpgroup takes tiles of 64 rows in turn, a pick being as many rows as heads select
 together. Rows of products are queries, so that lse and delta are two numbers a thread. P and dS go through shared
 memory, from where they are read transposed for dV and dK, whose sums stay in registers over all tiles of the item.
+Above 128 columns a warpgroup has registers for one of the sums. Then the warpgroups take their tiles in step: each
+computes P and dS of its own, the first adds to dV by both tiles, and the second to dK.
 
-dQ of a pick, and sums of dK and dV of a warpgroup and item, go to the workspace as float32. Kernels behind this one add
+dQ of a pick, and the sums of an item's warpgroups, go to the workspace as float32. Kernels behind this one add
 them in a fixed order (``common.selection_gradients``): the same bits every time. One ahead computes lse in base 2 and
 delta (``common.selection_preprocess``).
 """
@@ -36,7 +38,7 @@ from flash_attn_cute.kernels.sm90.scores import cap
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, mask_hidden, visible_keys
-from flash_attn_cute.kernels.sm90.shared import transposed, write
+from flash_attn_cute.kernels.sm90.shared import one_of, transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
 
@@ -57,6 +59,15 @@ class _Mmas(NamedTuple):
     dV: cute.TiledMma
     dK: cute.TiledMma
     dQ: cute.TiledMma  # of ``COLUMNS`` columns at a time
+
+
+class _Sum(NamedTuple):
+    """A warpgroup's sum of dV or dK over the tiles of one or both warpgroups."""
+
+    mma: cute.TiledMma
+    acc: cute.Tensor
+    scores: list[cute.Tensor]  # operands: P' or dS' of each tile,
+    rows: list[cute.Tensor]  # and dO or Q, (MMA, 1, MMA_K, PIPE)
 
 
 @dataclass(frozen=True)
@@ -159,20 +170,32 @@ class SelectionBackwardSm90(ItemKernel):
         results: cutlass.Constexpr,
         scales: ScoreScales,
     ) -> None:
-        """An mma warpgroup: every other tile of the item, then its sums of dK and dV."""
+        """An mma warpgroup: every other tile of the item, then its sums of dV and dK."""
         c = self.config
         work = self._work(a, unit_idx, item, mmas, shared, stats, results[0], scales)
         shared.k_ring.wait_full(Int32(0))  # from warp 0
         shared.v_ring.wait_full(Int32(0))
-        work.acc_dK.fill(0.0)
-        work.acc_dV.fill(0.0)
+        for each in work.sums:
+            each.acc.fill(0.0)
         self.mainloop(work)
-        part = number * c.num_mma_warpgroups + work.warpgroup
-        for acc, mX, columns in ((work.acc_dK, results[1], c.tile_d), (work.acc_dV, results[2], c.tile_dv)):
-            gX = cute.make_tensor(
-                mX[unit_idx, Int64(part), None].iterator, cute.make_layout((c.tile_n, columns), stride=(columns, 1))
-            )
-            store_rows(acc, gX, Int32(0), Int32(c.tile_n), work.thread)
+        _, mdK, mdV = results
+        if const_expr(c.in_step):
+            if work.warpgroup == 0:
+                self._store_sum(work, work.sums[0].acc, mdV, number)
+            else:
+                self._store_sum(work, work.sums[0].acc, mdK, number)
+        else:
+            part = number * c.num_mma_warpgroups + work.warpgroup
+            for each, mX in zip(reversed(work.sums), (mdK, mdV), strict=True):
+                self._store_sum(work, each.acc, mX, part)
+
+    def _store_sum(self, work: "_Work", acc: cute.Tensor, mX: cute.Tensor, part: Int32) -> None:
+        """Stores a warpgroup's sum to its part of the workspace."""
+        rows = self.config.tile_n
+        columns = mX.shape[2] // rows
+        part_of = mX[work.unit_idx, Int64(part), None].iterator
+        gX = cute.make_tensor(part_of, cute.make_layout((rows, columns), stride=(columns, 1)))
+        store_rows(acc, gX, Int32(0), Int32(rows), work.thread)
 
     def _work(
         self,
@@ -189,16 +212,14 @@ class SelectionBackwardSm90(ItemKernel):
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slices = [mma.get_slice(thread) for mma in mmas]
+        slice_S, slice_dQ = mmas.S.get_slice(thread), mmas.dQ.get_slice(thread)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
+        S, dQ = mmas.S.get_slice(0), mmas.dQ.get_slice(0)
         sQ, sdO = (x[None, None, None, w] for x in (shared.sQ, shared.sdO))
         sP, sdS = (x[None, None, w] for x in (shared.sP, shared.sdS))
 
-        def accumulator(i: int, columns: int) -> cute.Tensor:
-            return cute.make_rmem_tensor(slices[i].partition_shape_C((TILE_ROWS, columns)), Float32)
-
-        acc_S, acc_dP = accumulator(0, c.tile_n), accumulator(0, c.tile_n)
+        shape_S = slice_S.partition_shape_C((TILE_ROWS, c.tile_n))
+        acc_S, acc_dP = (cute.make_rmem_tensor(shape_S, Float32) for _ in range(2))
         return _Work(
             arguments=a,
             unit_idx=unit_idx,
@@ -210,10 +231,7 @@ class SelectionBackwardSm90(ItemKernel):
             tSrK=mmas.S.make_fragment_B(S.partition_B(shared.sK)),
             tPrdO=mmas.S.make_fragment_A(S.partition_A(sdO)),
             tPrV=mmas.S.make_fragment_B(S.partition_B(shared.sV)),
-            tVrP=mmas.dV.make_fragment_A(dV.partition_A(transposed(sP))),
-            tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(sdO))),
-            tKrdS=mmas.dK.make_fragment_A(dK.partition_A(transposed(sdS))),
-            tKrQ=mmas.dK.make_fragment_B(dK.partition_B(transposed(sQ))),
+            sums=self._sums(mmas, shared, w, thread),
             tQrK=[
                 mmas.dQ.make_fragment_B(
                     dQ.partition_B(transposed(cute.local_tile(shared.sK, (c.tile_n, COLUMNS), (0, i))))
@@ -224,12 +242,10 @@ class SelectionBackwardSm90(ItemKernel):
             sdS=sdS,
             acc_S=acc_S,
             acc_dP=acc_dP,
-            acc_dV=accumulator(1, c.tile_dv),
-            acc_dK=accumulator(2, c.tile_d),
-            acc_dQ=accumulator(3, COLUMNS),
+            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((TILE_ROWS, COLUMNS)), Float32),
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             rdS=cute.make_rmem_tensor_like(acc_S, self.dtype),
-            cS=slices[0].partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
+            cS=slice_S.partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
             scales=scales,
             shared=shared,
             mLSE=stats[0],
@@ -237,12 +253,34 @@ class SelectionBackwardSm90(ItemKernel):
             mdQ=mdQ,
         )
 
+    def _sums(self, mmas: _Mmas, shared: _Shared, w: Int32, thread: Int32) -> list[_Sum]:
+        """Sums of dV and dK over a warpgroup's own tiles; or, in step, of dV (first) or dK over those of both."""
+        if const_expr(not self.config.in_step):
+            own = [(shared.sP, shared.sdO), (shared.sdS, shared.sQ)]
+            tiles = [(scores[None, None, w], rows[None, None, None, w]) for scores, rows in own]
+            return [self._sum(mma, [tile], thread) for mma, tile in zip((mmas.dV, mmas.dK), tiles, strict=True)]
+        scores, rows = one_of(w == 0, shared.sP, shared.sdS), one_of(w == 0, shared.sdO, shared.sQ)
+        each = range(self.config.num_mma_warpgroups)
+        return [self._sum(mmas.dV, [(scores[None, None, i], rows[None, None, None, i]) for i in each], thread)]
+
+    def _sum(self, mma: cute.TiledMma, tiles: list[tuple[cute.Tensor, cute.Tensor]], thread: Int32) -> _Sum:
+        """A sum of the products of tiles of scores and rows."""
+        whole, columns = mma.get_slice(0), cute.size(tiles[0][1], mode=[1])
+        return _Sum(
+            mma=mma,
+            acc=cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_ROWS, columns)), Float32),
+            scores=[mma.make_fragment_A(whole.partition_A(transposed(scores))) for scores, _ in tiles],
+            rows=[mma.make_fragment_B(whole.partition_B(transposed(rows))) for _, rows in tiles],
+        )
+
     @cute.jit
     def tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
-        """A tile of so many picks, which fewer than a whole one's have copies of the last behind them: their P is 0."""
+        """A tile of so many picks. Fewer than a whole one's have copies of the last behind them, whose P is 0."""
         c, shared, n = self.config, work.shared, work.arguments.numbers
         ring, mdQ = shared.q_ring(work.warpgroup), work.mdQ
         together = {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
+        if const_expr(c.in_step):
+            together = {"barrier_id": _BARRIER_WARPGROUP, "number_of_threads": 128 * c.num_mma_warpgroups}
         ring.wait_full(step)  # from the warpgroup's producer warp: Q, dO and entries
         stage = ring.stage(step)
         gemm(work.mmas.S, work.acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
@@ -270,13 +308,18 @@ class SelectionBackwardSm90(ItemKernel):
         write(work.rdS, work.mmas.S, work.sdS, work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
-        gemm(work.mmas.dV, work.acc_dV, work.tVrP, work.tVrdO[None, None, None, stage], False)
-        gemm(work.mmas.dK, work.acc_dK, work.tKrdS, work.tKrQ[None, None, None, stage], False)
+        if const_expr(c.in_step):
+            shared.q_ring(1 - work.warpgroup).wait_full(step)  # from the other warpgroup's producer warp
+        for each in work.sums:
+            for scores, of_rows in zip(each.scores, each.rows, strict=True):
+                gemm(each.mma, each.acc, scores, of_rows[None, None, None, stage], False)
         for i in cutlass.range_constexpr(c.tile_d // COLUMNS):
             gemm(work.mmas.dQ, work.acc_dQ, as_operand_a(work.rdS), work.tQrK[i], is_first=True)
             warpgroup.wait_group(0)
             if const_expr(i == 0):
                 ring.release(step)  # to the producer warp
+                if const_expr(c.in_step):
+                    shared.q_ring(1 - work.warpgroup).release(step)  # to the other one
             for r in cutlass.range_constexpr(2):
                 if rows[r] // c.group < num_picks:
                     heads = mdQ[work.unit_idx, Int64(picks[r]), None]
@@ -314,17 +357,12 @@ class _Work:
     tSrK: cute.Tensor
     tPrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor
-    tVrP: cute.Tensor
-    tVrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tKrdS: cute.Tensor
-    tKrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    sums: list[_Sum]
     tQrK: list[cute.Tensor]  # by columns of dQ
     sP: cute.Tensor  # (row, key)
     sdS: cute.Tensor
     acc_S: cute.Tensor
     acc_dP: cute.Tensor
-    acc_dV: cute.Tensor
-    acc_dK: cute.Tensor
     acc_dQ: cute.Tensor
     rP: cute.Tensor  # acc_S rounded, laid out alike
     rdS: cute.Tensor
