@@ -66,8 +66,8 @@ class Selection(PerHead):
                 it runs. Else the result is made once, and kept.
 
         Returns:
-            (batch, heads, seqlen_q, top), int32: numbers of blocks that ascend and differ, and ``num_blocks`` for none
-            behind them.
+            (batch, heads, seqlen_q, top), int32: numbers of blocks in ascending order, repeated as often as the caller
+            names them, and ``num_blocks`` for none behind them.
 
         Raises:
             ValueError: the indices have been written to.
@@ -89,6 +89,4 @@ class Selection(PerHead):
         found = self.indices.clamp(-1, none).int()
         if not found.shape[-1]:
             return found.new_full((*found.shape[:-1], 1), none)
-        found = found.masked_fill(found < 0, none).sort(-1).values
-        found[..., 1:].masked_fill_(found.diff() == 0, none)
-        return found.sort(-1).values
+        return found.masked_fill(found < 0, none).sort(-1).values

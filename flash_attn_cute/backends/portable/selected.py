@@ -149,6 +149,7 @@ def _visible(head: _Head, rows: slice, selected: Tensor) -> tuple[Tensor, Tensor
     first = row * 0 if lower is None else (row + lower).clamp(min=0)  # key that a query sees, and the one behind
     stop = row * 0 + seqlen_k if upper is None else (row + upper + 1).clamp(max=seqlen_k)
     blocks = selected.long()
-    blocks = blocks.masked_fill((blocks * block >= stop) | ((blocks + 1) * block <= first), none)
+    is_repeated = torch.nn.functional.pad(blocks.diff() == 0, (1, 0))
+    blocks = blocks.masked_fill(is_repeated | (blocks * block >= stop) | ((blocks + 1) * block <= first), none)
     keys = (blocks[..., None] * block + torch.arange(block, device=selected.device)).flatten(1)
     return blocks, ((keys < first) | (keys >= stop))[:, None]

@@ -148,18 +148,21 @@ class PickCounts(_Chunks):
         n, size = a.numbers, self.config.tile_n
         row, rank = n.first_row + cutlass.min(pick, stop - 1) // n.top, pick % n.top
         first_column, start, stop_key, hidden = self._visible(a, row)
+        ranks = a.mSelected[which // n.sets_heads, which % n.sets_heads, row, None]
+        part, rank = rank % n.parts, rank // n.parts
+        before = ranks[rank - 1] if rank > 0 else Int32(-1)  # of the ranks, which ascend and may repeat
         if const_expr(self.config.key_bits):
-            block = selected * n.block // size + rank % n.parts
-            ranks = a.mSelected[which // n.sets_heads, which % n.sets_heads, row, None]
-            bits = self._bits(n, ranks, rank // n.parts, block * size, start, stop_key)
+            block = selected * n.block // size + part
+            bits = self._bits(n, ranks, rank, before, block * size, start, stop_key)
             is_seen = bits[0] != 0
             for word in cutlass.range_constexpr(1, KEY_WORDS):
                 is_seen = is_seen or bits[word] != 0
             if is_seen and first == 0 and pick < stop:
                 cute.autovec_copy(bits, tables.mKeyBits[which, pick, None])
         else:
-            block = selected * n.parts + rank % n.parts
+            block = selected * n.parts + part
             is_seen = start < stop_key and (block + 1) * size > start and block * size < stop_key
+            is_seen = is_seen and before != selected
         column = first_column + block if is_seen else hidden
         if first == 0 and pick < stop:
             tables.mColumns[which, pick] = column
@@ -167,7 +170,7 @@ class PickCounts(_Chunks):
 
     @cute.jit
     def _bits(
-        self, n: Any, ranks: cute.Tensor, rank: Int32, first_key: Int32, start: Int32, stop: Int32
+        self, n: Any, ranks: cute.Tensor, rank: Int32, before: Int32, first_key: Int32, start: Int32, stop: Int32
     ) -> cute.Tensor:
         """Bits of the keys of a block that a row selects and sees; none if an earlier rank has keys in the block.
 
@@ -175,6 +178,7 @@ class PickCounts(_Chunks):
             n: of the launch.
             ranks: the row's selected blocks, in ascending order.
             rank: of the selected block.
+            before: the selected block of the rank before, -1 if there is none.
             first_key: of the kernel's block.
             start: key that the row sees first.
             stop: the key behind the last.
@@ -182,7 +186,7 @@ class PickCounts(_Chunks):
         bits = cute.make_rmem_tensor(KEY_WORDS, Int32)
         bits.fill(0)
         lower, upper = cutlass.max(start - first_key, 0), cutlass.min(stop - first_key, self.config.tile_n)
-        is_first = rank == 0 or (ranks[cutlass.max(rank - 1, 0)] + 1) * n.block <= first_key
+        is_first = (before + 1) * n.block <= first_key
         first = ranks[rank] * n.block - first_key  # of the next selected block
         if is_first and first + n.block > 0 and lower < upper:
             while first < upper:
