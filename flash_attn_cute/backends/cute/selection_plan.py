@@ -19,7 +19,6 @@ from flash_attn_cute.kernels.selection import (
 )
 from flash_attn_cute.spec import AttentionSpec
 
-_BESIDE = "beside BlockMask.from_selection"
 _WORKSPACE = 3 << 30  # bytes of a launch at the most beside tables, unless one query takes more
 _MAX_PICKS = 2**31 - 1  # of all sets of a launch
 _MOST_PICKS_AN_ITEM = 2048
@@ -40,7 +39,7 @@ class SelectionPlan(NamedTuple):
 
 def limits(spec: AttentionSpec) -> tuple[str, ...]:
     """Why kernels cannot serve a selection; empty if they can."""
-    return (f"precise_gradients=True {_BESIDE}",) if spec.precise_gradients else ()
+    return ("precise_gradients=True beside BlockMask.from_selection",) if spec.precise_gradients else ()
 
 
 def plan_selection(

@@ -81,7 +81,7 @@ def _buffers(c: SelectedConfig, is_backward: bool) -> tuple[Buffer, ...]:
 
 
 def _orders(in_step: bool) -> tuple[Order, ...]:
-    """What orders data of the backward kernel."""
+    """Orders of the backward kernel's data."""
     barrier = "both warpgroups' barrier" if in_step else "the warpgroup's barrier"
     return (
         Order("P, dS: threads, tensor cores", f"a proxy fence and {barrier}"),
