@@ -45,6 +45,11 @@ CONFIGS = {
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-max-logits": config(d, right=True, max_logits=True) for d in HEAD_DIMS},
     **{f"d{d}-max-logits-group": config(d, group=8, max_logits=True, **EVERYTHING) for d in (64, 128, 256)},
+    **{
+        f"d{d}-max-logits-{name}": config(d, right=True, packed=True, max_logits=True, **{name: True})
+        for d in (64, 128, 256)
+        for name in ("left", "softcap")
+    },
     "d128-max-logits-block-mask": config(128, block_mask=True, intervals=True, max_logits=True),
     "d64-max-logits-bias": config(64, bias=True, paired_bias=True, max_logits=True),
     **{f"d{d}-residual": config(d, right=True, residual=True) for d in HEAD_DIMS},

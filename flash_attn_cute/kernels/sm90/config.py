@@ -182,7 +182,9 @@ _FORWARD_TILES = (
     _ForwardTile(256, Case("block_mask"), 128, 64, 2),
     _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
     _ForwardTile(64, Case("bias"), 192, 96, 2),
-    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
+    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill, here and in the next two
+    _ForwardTile(64, Case("max_logits left"), 192, 96, 2),
+    _ForwardTile(64, Case("max_logits softcap"), 192, 96, 2),
     _ForwardTile(64, Case(), 192, 128, 3),
     _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
@@ -192,7 +194,9 @@ _FORWARD_TILES = (
     _ForwardTile(128, Case("strided_bias"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
     _ForwardTile(128, Case("bias"), 128, 128, 2),
-    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
+    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills, here and in the next two
+    _ForwardTile(128, Case("max_logits left"), 128, 128, 2),
+    _ForwardTile(128, Case("max_logits softcap"), 128, 128, 2),
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
     _ForwardTile(192, Case("strided_bias"), 128, 48, 2),
     _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
