@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Contender, NoPart, Suite, Unavailable
+from benchmarks.suites.passes import Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -52,21 +53,14 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AttentionCase(Case):
+class AttentionCase(PassCase):
     """Passes, and inputs, dense (batch, seqlen, heads, d) or packed (total, heads, d) with offsets."""
 
-    passes: Passes
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
     causal: bool
     cu_seqlens: Tensor | None
     max_seqlen: int
 
 
-# Computes out; its inputs require gradients if a backward pass follows.
-Forward: TypeAlias = Callable[[], Tensor]
 # Standard normal numbers of a shape.
 Normal: TypeAlias = Callable[..., Tensor]
 
@@ -119,12 +113,12 @@ def _least(passes: Passes, name: str) -> float:
 
 def _contenders() -> list[Contender[AttentionCase]]:
     return [
-        Contender(PACKAGE, _passes(_package)),
-        Contender(FA4, _passes(_flash_attn_4)),
-        Contender(CUDNN, _passes(_cudnn)),
-        Contender(PACKAGE_MAX_LOGITS, _passes(_with_max_logits)),
-        Contender(PACKAGE_DETERMINISTIC, _passes(_deterministic(_package))),
-        Contender(FA4_DETERMINISTIC, _passes(_deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
+        Contender(PACKAGE, run_passes(_package)),
+        Contender(FA4, run_passes(_flash_attn_4)),
+        Contender(CUDNN, run_passes(_cudnn)),
+        Contender(PACKAGE_MAX_LOGITS, run_passes(_with_max_logits)),
+        Contender(PACKAGE_DETERMINISTIC, run_passes(_deterministic(_package))),
+        Contender(FA4_DETERMINISTIC, run_passes(_deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
     ]
 
 
@@ -141,25 +135,6 @@ def _with_max_logits(case: AttentionCase) -> Forward:
     if case.passes != "forward":
         raise NoPart  # backward passes know nothing of them
     return _package(case, max_logits=True)
-
-
-def _passes(make: Callable[[AttentionCase], Forward]) -> Callable[[AttentionCase], Run]:
-    """Makes what runs the passes of a case."""
-
-    def of(case: AttentionCase) -> Run:
-        forward = make(case)
-        if case.passes == "forward":
-            return lambda: {"out": forward()}
-        once = forward() if case.passes == "backward" else None
-
-        def run() -> Results:
-            out = forward() if once is None else once
-            grads = torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=once is not None)
-            return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-        return run
-
-    return of
 
 
 def _dense_name(nheads: int, nheads_k: int, d: int, seqlen: int, causal: bool) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Contender, NoPart, Run, Suite, Unavailable
+from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -92,17 +93,12 @@ TOKENS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BiasCase(Case):
+class BiasCase(PassCase):
     """Passes and inputs, dense (batch, seqlen, heads, d) or packed (total, heads, d) with offsets.
 
     ``others`` are the calls that this one's speed is held against, by contender.
     """
 
-    passes: Passes
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
     mask: Tensor | None
     bias: Tensor | None
     causal: bool
@@ -114,7 +110,7 @@ class BiasCase(Case):
     @property
     def leaves(self) -> dict[str, Tensor]:
         """Leaves of the case, by the names of their gradients."""
-        found = {"dq": self.q, "dk": self.k, "dv": self.v}
+        found = super().leaves
         return found if self.bias is None or not self.bias.requires_grad else found | {"dbias": self.bias}
 
 
@@ -123,14 +119,14 @@ def suite(device: torch.device, dtype: torch.dtype) -> Suite[BiasCase]:
 
     def cases() -> Iterator[BiasCase]:
         for row in ROWS:
-            for passes in _EACH:
+            for passes in EACH:
                 yield _case(row, passes, device, dtype)
 
     bars = [
         Bar(f"{passes} {row.name}", PACKAGE, against, 1 / least)
         for row in ROWS
         for against, both in row.bars.items()
-        for passes, least in zip(_EACH, both, strict=True)
+        for passes, least in zip(EACH, both, strict=True)
         if least is not None
     ]
     return Suite("bias", cases, _contenders(), PACKAGE, bars, rounds=20, seconds=2.0)
@@ -140,7 +136,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[BiasCase]:
     """The suite of a bias that the batch shares over the lengths, and of a mask. It has no bars."""
 
     def cases() -> Iterator[BiasCase]:
-        for passes in _EACH:
+        for passes in EACH:
             for kind in ("bias", "mask"):
                 for length in LENGTHS:
                     batch = max(1, round(TOKENS / length))
@@ -151,45 +147,23 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[BiasCase]:
     return Suite("bias-lengths", cases, _contenders(), PACKAGE, bars=(), rounds=10, seconds=1.0)
 
 
-_EACH: tuple[Passes, ...] = ("forward", "backward")
-
-
 def _contenders() -> list[Contender[BiasCase]]:
     return [
-        Contender(PACKAGE, _passes(_package)),
-        Contender(PACKAGE_DETERMINISTIC, _passes(_deterministic)),
+        Contender(PACKAGE, run_passes(_package)),
+        Contender(PACKAGE_DETERMINISTIC, run_passes(_deterministic)),
         *(Contender(name, _other(name), compared=False) for name in (WITHOUT, ALL_TRUE, EVEN, SAME_AREA)),
-        Contender(CUDNN, _passes(_sdpa(CUDNN), without=("dbias",)), omits=frozenset({"dbias"})),
-        Contender(EFFICIENT, _passes(_sdpa(EFFICIENT))),
-        Contender(FLEX, _passes(_flex)),
-        Contender(CUEQUIVARIANCE, _passes(_cuequivariance)),
+        Contender(CUDNN, run_passes(_sdpa(CUDNN), without=("dbias",)), omits=frozenset({"dbias"})),
+        Contender(EFFICIENT, run_passes(_sdpa(EFFICIENT))),
+        Contender(FLEX, run_passes(_flex)),
+        Contender(CUEQUIVARIANCE, run_passes(_cuequivariance)),
     ]
-
-
-def _passes(make: Callable[[BiasCase], Callable[[], Tensor]], without: tuple[str, ...] = ()) -> Callable[..., Run]:
-    """Makes what runs the pass of a case, of gradients all but some."""
-
-    def of(case: BiasCase) -> Run:
-        forward = make(case)
-        if case.passes == "forward":
-            return lambda: {"out": forward()}
-        leaves = {name: x for name, x in case.leaves.items() if name not in without}
-        out = forward()
-
-        def run() -> Results:
-            grads = torch.autograd.grad(out, list(leaves.values()), case.dout, retain_graph=True)
-            return dict(zip(leaves, grads, strict=True))
-
-        return run
-
-    return of
 
 
 def _other(name: str) -> Callable[[BiasCase], Run]:
     def of(case: BiasCase) -> Run:
         if name not in case.others:
             raise NoPart
-        return _passes(_package)(case.others[name])
+        return run_passes(_package)(case.others[name])
 
     return of
 
@@ -289,7 +263,7 @@ def _call(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
     )
 
 
-def _package(case: BiasCase, *, deterministic: bool = False) -> Callable[[], Tensor]:
+def _package(case: BiasCase, *, deterministic: bool = False) -> Forward:
     q, k, v, cu, longest = case.q, case.k, case.v, case.cu_seqlens, case.max_seqlen
     options: dict[str, Any] = {"mask": case.mask, "bias": case.bias, "causal": case.causal, "backend": BACKEND}
 
@@ -303,16 +277,16 @@ def _package(case: BiasCase, *, deterministic: bool = False) -> Callable[[], Ten
     return run
 
 
-def _deterministic(case: BiasCase) -> Callable[[], Tensor]:
+def _deterministic(case: BiasCase) -> Forward:
     if case.passes == "forward":
         raise NoPart  # forward passes are deterministic without it, too
     return _package(case, deterministic=True)
 
 
-def _sdpa(name: str) -> Callable[[BiasCase], Callable[[], Tensor]]:
+def _sdpa(name: str) -> Callable[[BiasCase], Forward]:
     """PyTorch's attention by one of its kernels, which take one tensor: a mask is written into the bias."""
 
-    def of(case: BiasCase) -> Callable[[], Tensor]:
+    def of(case: BiasCase) -> Forward:
         if case.cu_seqlens is not None:
             raise Unavailable("it takes dense batches only")
         if case.causal:
@@ -334,7 +308,7 @@ def _sdpa(name: str) -> Callable[[BiasCase], Callable[[], Tensor]]:
     return of
 
 
-def _flex(case: BiasCase) -> Callable[[], Tensor]:
+def _flex(case: BiasCase) -> Forward:
     """FlexAttention: the bias captured, the mask made into one of blocks once."""
     if case.cu_seqlens is not None:
         raise Unavailable("documents are not passed to it here")
@@ -369,7 +343,7 @@ def _flex(case: BiasCase) -> Callable[[], Tensor]:
     return run
 
 
-def _cuequivariance(case: BiasCase) -> Callable[[], Tensor]:
+def _cuequivariance(case: BiasCase) -> Forward:
     if not case.triangle or case.bias is None or case.mask is None:
         raise NoPart  # it has triangle attention only
     try:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness import Bar, Case, Contender, NoPart, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Contender, NoPart, Suite, Unavailable
+from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func
 
@@ -51,19 +52,13 @@ ROWS = (
 )
 BARS = {(_FIRST, FLA): 3.0, (_FIRST, FLEX): 6.0, (_SMALL_GROUP, FLA): 2.0}  # least speed over others
 PROPORTIONAL = 1.15  # the most time over top / 16 of that of 16 blocks
-_EACH: tuple[Passes, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SelectedCase(Case):
+class SelectedCase(PassCase):
     """A pass, inputs (1, seqlen, heads, d), and selected blocks (1, groups, seqlen, top), int32, -1 for none."""
 
     row: Row
-    passes: Passes
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
     indices: Tensor
 
 
@@ -72,20 +67,20 @@ def suite(device: torch.device, dtype: torch.dtype) -> Suite[SelectedCase]:
 
     def cases() -> Iterator[SelectedCase]:
         for row in ROWS:
-            for passes in _EACH:
+            for passes in EACH:
                 yield _case(row, passes, device, dtype)
 
     contenders = [
-        Contender(PACKAGE, _passes(_package)),
-        Contender(SIXTEEN, _passes(_sixteen), compared=False),
-        Contender(FLA, _passes(_flash_linear_attention)),
-        Contender(FLEX, _passes(_flex)),
+        Contender(PACKAGE, run_passes(_package)),
+        Contender(SIXTEEN, run_passes(_sixteen), compared=False),
+        Contender(FLA, run_passes(_flash_linear_attention)),
+        Contender(FLEX, run_passes(_flex)),
     ]
     return Suite("selected", cases, contenders, PACKAGE, list(_bars()), rounds=20, seconds=1.0)
 
 
 def _bars() -> Iterator[Bar]:
-    for passes in _EACH:
+    for passes in EACH:
         for (row, against), least in BARS.items():
             if row in ROWS:
                 yield Bar(f"{passes} {row.name}", PACKAGE, against, 1 / least)
@@ -142,25 +137,7 @@ def _pairs(indices: Tensor) -> int:
     return int(keys.sum())
 
 
-def _passes(make: Callable[[SelectedCase], Callable[[], Tensor]]) -> Callable[[SelectedCase], Run]:
-    """Makes what runs the pass of a case."""
-
-    def of(case: SelectedCase) -> Run:
-        forward = make(case)
-        if case.passes == "forward":
-            return lambda: {"out": forward()}
-        out = forward()
-
-        def run() -> dict[str, Tensor]:
-            grads = torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=True)
-            return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-        return run
-
-    return of
-
-
-def _package(case: SelectedCase, indices: Tensor | None = None) -> Callable[[], Tensor]:
+def _package(case: SelectedCase, indices: Tensor | None = None) -> Forward:
     indices = case.indices if indices is None else indices
     mask = BlockMask.from_selection(indices, block=BLOCK, seqlen_k=case.row.seqlen)
 
@@ -171,13 +148,13 @@ def _package(case: SelectedCase, indices: Tensor | None = None) -> Callable[[], 
     return run
 
 
-def _sixteen(case: SelectedCase) -> Callable[[], Tensor]:
+def _sixteen(case: SelectedCase) -> Forward:
     if case.row.top == _FIRST.top:
         raise NoPart
     return _package(case, selected_blocks(case.row.seqlen, _FIRST.top, case.device))
 
 
-def _flash_linear_attention(case: SelectedCase) -> Callable[[], Tensor]:
+def _flash_linear_attention(case: SelectedCase) -> Forward:
     """The selected branch alone, but that the function also averages blocks of keys and values."""
     try:
         from fla.ops.nsa import parallel_nsa
@@ -199,7 +176,7 @@ def _flash_linear_attention(case: SelectedCase) -> Callable[[], Tensor]:
     return run
 
 
-def _flex(case: SelectedCase) -> Callable[[], Tensor]:
+def _flex(case: SelectedCase) -> Forward:
     """Compiled FlexAttention, with a byte for each query and block; its mask is made once."""
     n, group = case.row.seqlen, case.row.group
     if n > _LONGEST_FLEX:

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run, Suite, Unavailable
+from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.dq_order.contention_model import Pass, machine_of
@@ -100,15 +101,10 @@ class Shown(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SparseCase(Case):
+class SparseCase(PassCase):
     """Passes, inputs (batch, seqlen, heads, d) and the mask; ``ids`` (batch, seqlen) are those of its documents."""
 
     row: Row
-    passes: Passes
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
     shown: Shown
     ids: Tensor | None
 
@@ -118,7 +114,7 @@ def suite(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
 
     def cases() -> Iterator[SparseCase]:
         for row in ROWS:
-            for passes in _EACH:
+            for passes in EACH:
                 yield _case(row, passes, device, dtype)
 
     return Suite("sparse", cases, _contenders(), PACKAGE, list(_bars()), rounds=20, seconds=2.0)
@@ -129,7 +125,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
 
     def cases() -> Iterator[SparseCase]:
         kinds: tuple[Kind, ...] = ("window", "documents", "top-k")
-        for passes in _EACH:
+        for passes in EACH:
             for kind in kinds:
                 for length in LENGTHS:
                     case = _case(Row(f"{kind} {length}", kind, length), passes, device, dtype)
@@ -168,16 +164,13 @@ def tables(device: torch.device, dtype: torch.dtype) -> Suite[TablesCase]:
     return Suite("sparse-tables", cases, contenders, PACKAGE, (), rounds=20, seconds=2.0, limits=limits)
 
 
-_EACH: tuple[Passes, ...] = ("forward", "backward")
-
-
 def _bars() -> Iterator[Bar]:
     for row in ROWS:
         for against, both in row.bars.items():
-            for passes, least in zip(_EACH, both, strict=True):
+            for passes, least in zip(EACH, both, strict=True):
                 yield Bar(f"{passes} {row.name}", PACKAGE, against, 1 / least)
         if row.kind == "random" and row.share < 1:
-            for passes in _EACH:
+            for passes in EACH:
                 yield Bar(f"{passes} {row.name}", PACKAGE, ALL_BLOCKS, PROPORTIONAL * row.share)
         if row.deterministic is not None:
             yield Bar(f"backward {row.name}", DETERMINISTIC, PACKAGE, 1 / row.deterministic)
@@ -185,31 +178,13 @@ def _bars() -> Iterator[Bar]:
 
 def _contenders() -> list[Contender[SparseCase]]:
     return [
-        Contender(PACKAGE, _passes(_package)),
+        Contender(PACKAGE, run_passes(_package)),
         Contender(DETERMINISTIC, _deterministic),
-        Contender(WITHOUT, _passes(_without)),
-        Contender(ALL_BLOCKS, _passes(_all_blocks), compared=False),
-        Contender(FA4, _passes(_flash_attn_4)),
-        Contender(FLEX, _passes(_flex)),
+        Contender(WITHOUT, run_passes(_without)),
+        Contender(ALL_BLOCKS, run_passes(_all_blocks), compared=False),
+        Contender(FA4, run_passes(_flash_attn_4)),
+        Contender(FLEX, run_passes(_flex)),
     ]
-
-
-def _passes(make: Callable[[SparseCase], Callable[[], Tensor]]) -> Callable[[SparseCase], Run]:
-    """Makes what runs the pass of a case."""
-
-    def of(case: SparseCase) -> Run:
-        forward = make(case)
-        if case.passes == "forward":
-            return lambda: {"out": forward()}
-        out = forward()
-
-        def run() -> Results:
-            grads = torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=True)
-            return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-        return run
-
-    return of
 
 
 def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) -> SparseCase:
@@ -325,7 +300,7 @@ def _pairs_of_blocks(mask: BlockMask, device: torch.device) -> int:
     return (statistics.full + statistics.partial) * BLOCK**2
 
 
-def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: bool = False) -> Callable[[], Tensor]:
+def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: bool = False) -> Forward:
     mask = case.shown.mask if mask is None else mask
     mask.build(case.device)
     options: dict[str, Any] = {"block_mask": mask, "deterministic": deterministic, "backend": BACKEND}
@@ -340,10 +315,10 @@ def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: 
 def _deterministic(case: SparseCase) -> Run:
     if case.passes == "forward":
         raise NoPart  # forward passes add nothing in an order
-    return _passes(partial(_package, deterministic=True))(case)
+    return run_passes(partial(_package, deterministic=True))(case)
 
 
-def _without(case: SparseCase) -> Callable[[], Tensor]:
+def _without(case: SparseCase) -> Forward:
     """The case without a block mask: by a window, packed sequences, or all keys for all queries."""
     q, k, v = case.q, case.k, case.v
     options: dict[str, Any] = {"backend": BACKEND}
@@ -372,7 +347,7 @@ def _without(case: SparseCase) -> Callable[[], Tensor]:
     return run
 
 
-def _all_blocks(case: SparseCase) -> Callable[[], Tensor]:
+def _all_blocks(case: SparseCase) -> Forward:
     if case.row.kind != "random" or case.row.share == 1:
         raise NoPart
     return _package(case, BlockMask.from_blocks(torch.ones_like(_random_blocks(case.row)).to(case.device)))
@@ -385,7 +360,7 @@ def _lists(case: SparseCase) -> FlexBlockMask:
     return lists
 
 
-def _flex(case: SparseCase) -> Callable[[], Tensor]:
+def _flex(case: SparseCase) -> Forward:
     """Compiled FlexAttention, its mask made once."""
     if case.row.block != BLOCK:
         raise Unavailable("blocks of 64 are not passed to it here")
@@ -401,7 +376,7 @@ def _flex(case: SparseCase) -> Callable[[], Tensor]:
     return run
 
 
-def _flash_attn_4(case: SparseCase) -> Callable[[], Tensor]:
+def _flash_attn_4(case: SparseCase) -> Forward:
     """flash-attn-4's block sparsity: lists for the forward pass, and transposed ones for the backward pass."""
     try:
         from flash_attn.cute import flash_attn_func as attention

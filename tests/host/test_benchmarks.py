@@ -29,7 +29,7 @@ from benchmarks.harness import (
     Unavailable,
 )
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.suites import attention
+from benchmarks.suites.passes import Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -374,11 +374,10 @@ def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> 
     """A backward pass has its forward pass behind it; of both, both are run every time."""
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=passes != "forward") for _ in range(3))
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 5, 2, 8)}
-    mask: dict[str, Any] = {"causal": False, "cu_seqlens": None, "max_seqlen": 5}
-    case = attention.AttentionCase(**vars(CASE), passes=passes, **tensors, **mask)
+    case = PassCase(**vars(CASE), passes=passes, **tensors)
     count = 0
 
-    def make(case: attention.AttentionCase) -> attention.Forward:
+    def make(case: PassCase) -> Forward:
         def forward() -> torch.Tensor:
             nonlocal count
             count += 1
@@ -386,7 +385,7 @@ def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> 
 
         return forward
 
-    run = attention._passes(make)(case)
+    run = run_passes(make)(case)
     results = [run() for _ in range(3)][-1]
     assert count == calls
     assert list(results) == names
