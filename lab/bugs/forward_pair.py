@@ -5,6 +5,7 @@ from lab.bugs.code import (
     KIND,
     LEADING,
     MMA,
+    PARITY,
     PRODUCER,
     PUBLISHED,
     SECOND,
@@ -82,8 +83,16 @@ FORWARD_PAIR: Bugs = {
             _SECOND_EPILOGUE_LAGS,
             count=2,
         ),
-        no_wait(
-            "softmax rescales O that the last product is still added to", _SOFTMAX, "added.full", "rising", PRODUCTS_LAG
+        Bug(
+            "softmax rescales O that the last product is still added to",
+            waits(_SOFTMAX, "added.full", 2)[1:].left_out(),
+            "rising",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "softmax rescales O by a phase that it may take for the one two before",
+            waits(_SOFTMAX, "added.full", 2)[:1].left_out(),
+            "rising",
         ),
         no_wait("K is loaded over K that products still read", PRODUCER, "k.empty", "blocks", PRODUCTS_LAG),
         Bug(
@@ -112,7 +121,11 @@ FORWARD_PAIR: Bugs = {
     ),
     "wrong phase": (
         wrong_phase("the mma warp is a phase late with P", MMA, "p.full", "d256", count=2),
-        wrong_phase("softmax waits for the next output to be added", _SOFTMAX, "added.full", "rising"),
+        Bug(
+            "softmax waits for the next output to be added",
+            waits(_SOFTMAX, "added.full", 2)[1:].flipped(PARITY),
+            "rising",
+        ),
     ),
     "wrong place": (
         Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES), "d256"),

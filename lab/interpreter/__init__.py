@@ -10,6 +10,8 @@ is over, when it runs. Where no warp can go on ``FaultError`` says what each wai
 CTAs of a cluster run side by side, and reach each other's shared memory; those of a pair compute products together. A
 warpgroup's products lag like others, each warp's part by itself; their registers are out of reach until it waits.
 
+An mbarrier's phase that a warp waits for has to be the only one of its parity that it can be (``Warp.go_behind``).
+
 Effects come as late as hardware may show them: behind a proxy fence, ``tcgen05.wait`` or a release (``weak``). Not seen
 are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquire.
 

@@ -57,7 +57,7 @@ class LinesEnd(_OfThreads):
 
     def signal(self, cta: Cta) -> None:
         """Arrives at the barrier for all of the threads."""
-        cta.barrier(self.barrier).arrive(self.count)
+        cta.barrier(self.barrier).arrive(self.known, self.count)
 
 
 def copy(s: Statement) -> Effect:

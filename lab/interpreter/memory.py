@@ -199,8 +199,11 @@ def test_barrier(s: Statement) -> Effect:
     write, tested, parity = s.target(s.operands[0]), s.address(s.operands[1]), s.source(s.operands[2], "u32")
 
     def test(warp: Warp, mask: Mask) -> None:
-        phases = np.array([warp.cta.barrier(at).phase for at in tested(warp).tolist()])
-        write(warp, phases & 1 != parity(warp), mask)
+        places = tested(warp)
+        is_over = np.array([warp.cta.barrier(at).phase for at in places.tolist()]) & 1 != parity(warp)
+        for at in {*places[is_over & lanes_of(mask)].tolist()}:
+            warp.go_behind(at)
+        write(warp, is_over, mask)
 
     return test
 
@@ -211,7 +214,8 @@ def init_barrier(s: Statement) -> Effect:
     def init(warp: Warp, at: int, n: int) -> None:
         if warp.cta.owner(at) is not warp.cta:
             raise FaultError(f"an mbarrier of another CTA: {at}")
-        warp.cta.barriers[at] = Barrier(n, n)
+        warp.cta.barriers[at] = Barrier(n, n, warp.cta.cluster.num_barriers)
+        warp.cta.cluster.num_barriers += 1
 
     return _each_lane(s, s.operands[0], init)
 
@@ -222,12 +226,12 @@ def arrive_at_barrier(s: Statement) -> Effect:
 
     def arrive(warp: Warp, at: int, n: int) -> None:
         weak.arrive(warp)
+        warp.count_arrival()
         barrier = warp.cta.barrier(at, of_cluster=of_cluster)
         if ".expect_tx." in s.name:
             barrier.expect(n)
-            barrier.arrive()
-        else:
-            barrier.arrive(n)
+            n = 1
+        barrier.arrive(warp.known, n, warp.number)
 
     return _each_lane(s, s.operands[1], arrive)
 
@@ -241,7 +245,7 @@ def arrive_in_cluster(s: Statement) -> Effect:
             raise FaultError("arrives twice at the cluster's barrier")
         weak.arrive(warp)
         warp.meeting = warp.cta.cluster.phase
-        warp.cta.cluster.arrive()
+        warp.cta.cluster.arrive(warp.known)
 
     return arrive
 

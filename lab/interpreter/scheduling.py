@@ -27,7 +27,8 @@ class _Schedule:
     def __init__(self, program: Program, cluster: Cluster, draw: random.Random, lagging: Lagging | None):
         """``lagging``: what goes on only when nothing else can; None: drawn, half of the time nothing."""
         self.code, self.ctas, self.draw = program.code, cluster.ctas, draw
-        self.meetings: dict[tuple[int, int], tuple[int, list[Warp]]] = {}  # by CTA and number: threads, who is there
+        # By CTA and number: threads, who is there, and what they knew when they came.
+        self.meetings: dict[tuple[int, int], tuple[int, list[Warp], list[Array]]] = {}
         self.warps = {
             (cta.rank, i): Warp(cta, i, program.num_registers) for cta in self.ctas for i in range(program.num_warps)
         }
@@ -116,6 +117,10 @@ class _Schedule:
             granted = kind == "registers" and warp.get_registers(number)
             computed = kind == "products" and warpgroup.is_over(warp, number)
             copied = kind.startswith("is_") and warp.pending_groups(kind) <= number
+            if arrived:
+                warp.go_behind(what)
+            if met:
+                warp.learn(warp.cta.cluster.known)
             if arrived or met or granted or computed or copied:
                 warp.waits_for = None
         return warp.waits_for is None and not warp.is_done
@@ -199,17 +204,19 @@ class _Schedule:
     def _meet(self, warp: Warp, barrier: int, num_threads: int) -> None:
         """Arrives at a barrier of the CTA, of so many threads."""
         weak.arrive(warp)
-        number, together = self.meetings.setdefault((warp.cta.rank, barrier), (num_threads, []))
+        number, together, known = self.meetings.setdefault((warp.cta.rank, barrier), (num_threads, [], []))
         if number != num_threads:
             raise FaultError(f"barrier {barrier} has different numbers of threads: {num_threads} by {warp.index}")
         if warp in together:
             raise FaultError(f"warp {warp.index} arrives twice at barrier {barrier}")
         together.append(warp)
+        known.append(warp.known)
         if 32 * len(together) == num_threads:
             del self.meetings[warp.cta.rank, barrier]
             for each in together:
                 if each.waits_for == ("meet", barrier, num_threads):
                     each.waits_for = None
+                    each.learn(np.maximum.reduce(known))
 
 
 def run(

@@ -24,6 +24,8 @@ RANK_PITCH = 1 << 24  # from an address in shared memory to the same of the next
 LANES = np.arange(32)
 ALL = np.ones(32, bool)
 COLUMNS = 512  # of tensor memory
+_MOST_BARRIERS, _MOST_WARPS = 256, 32  # mbarriers of a cluster, and warps of a CTA
+_MOST_CTAS = 16  # of a cluster
 
 
 class Launch(NamedTuple):
@@ -64,24 +66,44 @@ def lanes_of(mask: Mask) -> Array:
     return ALL if mask is None else mask
 
 
+def nothing_known() -> Array:
+    """A warp's knowledge at first: how many phases of each mbarrier are over, and how often each warp has arrived."""
+    return np.zeros(_MOST_BARRIERS + _MOST_CTAS * _MOST_WARPS, np.int32)
+
+
 @dataclass
 class Barrier:
-    """An mbarrier in shared memory."""
+    """An mbarrier in shared memory.
+
+    An arrival brings what its warp knows. A warp that waits for the phase gets to know it.
+    """
 
     count: int
     pending: int
+    number: int = 0  # of the cluster's
     bytes: int = 0
     phase: int = 0
+    known: Array = field(default_factory=nothing_known)  # to warps that have arrived, up to the end of the last phase
+    _gathered: Array = field(default_factory=nothing_known)  # to warps that have arrived so far
+    # Arrivals in the two phases before this one, and in this: a warp's number, and how often it had arrived. A warp
+    # knows that a phase is over if it knows of all its arrivals. None: an arrival of a commit or a copy.
+    _arrivals: list[list[tuple[int, int] | None]] = field(default_factory=lambda: [[], [], []])
 
-    def arrive(self, count: int = 1) -> None:
-        """Arrivals of a thread, or of a commit."""
+    def arrive(self, known: Array, count: int = 1, by: int | None = None) -> None:
+        """Arrivals of a warp's thread, or of a commit."""
         self.pending -= count
-        self._check()
+        self._check(known, None if by is None else (by, int(known[by])))
 
-    def complete(self, num_bytes: int) -> None:
+    def is_over_for(self, known: Array) -> bool:
+        """Whether a warp that knows so much knows that all phases but the last are over."""
+        if known[self.number] >= self.phase - 1:
+            return True
+        return all(x is not None and known[x[0]] >= x[1] for x in self._arrivals[0])
+
+    def complete(self, known: Array, num_bytes: int) -> None:
         """Bytes of a copy have arrived."""
         self.bytes -= num_bytes
-        self._check()
+        self._check(known, None)
 
     def expect(self, num_bytes: int) -> None:
         """Bytes are announced; hardware counts up to 2^20 - 1 of them."""
@@ -89,11 +111,15 @@ class Barrier:
         if abs(self.bytes) >= 1 << 20:
             raise FaultError(f"an mbarrier that {self.bytes} bytes are to come to")
 
-    def _check(self) -> None:
+    def _check(self, known: Array, arrival: tuple[int, int] | None) -> None:
         if self.pending < 0:
             raise FaultError("more arrivals than a phase has")
+        self._arrivals[-1].append(arrival)
+        self._gathered = np.maximum(self._gathered, known)
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
+            self._gathered[self.number] = self.phase
+            self.known, self._arrivals = self._gathered, [*self._arrivals[1:], []]
 
 
 def within_cta(address: Any) -> Any:
@@ -123,6 +149,7 @@ class Commit(NamedTuple):
 
     barrier: int
     ranks: tuple[int, ...]  # of the CTAs at whose barriers, at the same place
+    known: Array  # phases that are over, by the warp that issued it
 
 
 @dataclass(eq=False)
@@ -154,6 +181,10 @@ class Copy(abc.ABC):
     barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
     data: Array | None = None  # what one to global memory has read
     is_written: bool = False
+    known: Array = field(init=False)  # phases that are over, by the warp when it asked
+
+    def __post_init__(self) -> None:
+        self.known = self.warp.known
 
     @property
     def is_read(self) -> bool:
@@ -167,7 +198,7 @@ class Copy(abc.ABC):
 
     def signal(self, cta: "Cta") -> None:
         """Signals the mbarrier that a copy to shared memory is done."""
-        cta.barrier(self.barrier, of_cluster=True).complete(self.num_bytes)
+        cta.barrier(self.barrier, of_cluster=True).complete(self.known, self.num_bytes)
 
     @abc.abstractmethod
     def halves(self) -> list["Copy"]:
@@ -224,11 +255,13 @@ class Cluster:
     num_warps: int = 0  # of all of them
     arrived: int = 0  # warps, at its barrier
     phase: int = 0  # of its barrier
+    known: Array = field(default_factory=nothing_known)  # by warps that have arrived there
+    num_barriers: int = 0  # mbarriers of all of them
     to_global: list[Written] = field(default_factory=list)  # by warps that have arrived at barriers since
 
-    def arrive(self) -> None:
-        """Counts the arrival of a warp."""
-        self.arrived += 1
+    def arrive(self, known: Array) -> None:
+        """Counts the arrival of a warp, with what it knows."""
+        self.arrived, self.known = self.arrived + 1, np.maximum(self.known, known)
         if self.arrived == self.num_warps:
             self.arrived, self.phase = 0, self.phase + 1
 
@@ -254,7 +287,7 @@ class Cta:
     loads: list[Copy] = field(default_factory=list)
     stores: list[Copy] = field(default_factory=list)
     products: deque[Product | Commit] = field(default_factory=deque)
-    arrivals: list[int] = field(default_factory=list)  # of commits, at mbarriers
+    arrivals: list[tuple[int, Array]] = field(default_factory=list)  # of commits, at mbarriers, with what they know
     warp_products: list[WarpProduct] = field(default_factory=list)  # of warpgroups
     issued: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # warpgroup, number: its wgmma, of each warp
     is_over: bool = False  # all its warps have returned
@@ -304,6 +337,7 @@ class Warp:
     groups: list[list[Copy]] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
+    known: Array = field(default_factory=nothing_known)  # of mbarriers and warps of the cluster; never written to
     # Products of warpgroups: those that no group has, the groups that it has not waited for, and their sums.
     open_products: list[WarpProduct] = field(default_factory=list)
     product_groups: list[list[WarpProduct]] = field(default_factory=list)
@@ -325,6 +359,33 @@ class Warp:
             "%cluster_ctarank": np.full(32, self.cta.rank),
         }.items():
             self.registers[name] = value.astype(np.uint32)
+
+    @property
+    def number(self) -> int:
+        """Where it is in what warps know."""
+        return _MOST_BARRIERS + _MOST_WARPS * self.cta.rank + self.index
+
+    def count_arrival(self) -> None:
+        """Counts an arrival that it is about to make."""
+        self.known = self.known.copy()
+        self.known[self.number] += 1
+
+    def learn(self, known: Array) -> None:
+        """Gets to know what others know."""
+        self.known = np.maximum(self.known, known)
+
+    def go_behind(self, address: int) -> None:
+        """Ends a wait for the last phase of the mbarrier at an address, which names the phase by its parity.
+
+        Raises:
+            FaultError: the phase before it may still be under way, as far as the warp knows. The one before that would
+                then be taken for the one that is waited for.
+        """
+        barrier = self.cta.barrier(address)
+        if not barrier.is_over_for(self.known):
+            where = f"warp {self.index} of CTA {self.cta.rank}, the mbarrier at byte {address - self.cta.first_shared}"
+            raise FaultError(f"{where}: waits for phase {barrier.phase - 1}, and may be two phases early")
+        self.learn(barrier.known)
 
     def get_registers(self, count: int) -> bool:
         """Raises what it holds to a number; returns whether there are so many. It never gives any back."""

@@ -107,7 +107,7 @@ def commit(s: Statement) -> Effect:
     def commit_products(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
         to_ranks = (warp.cta.rank,) if ranks is None else ranks_of(int(ranks(warp)[lane]))
-        warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), to_ranks))
+        warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), to_ranks, warp.known))
 
     return commit_products
 
@@ -136,15 +136,15 @@ def advance(cta: Cta, at_most: int) -> None:
     for _ in range(min(len(cta.products), at_most)):
         product = cta.products.popleft()
         if isinstance(product, Commit):
-            cta.arrivals += [product.barrier + rank * RANK_PITCH for rank in product.ranks]
+            cta.arrivals += [(product.barrier + rank * RANK_PITCH, product.known) for rank in product.ranks]
         else:
             _multiply(cta, product)
 
 
 def arrive(cta: Cta) -> None:
     """The next arrival of a commit, any of those that are due."""
-    place = cta.arrivals.pop(cta.draw.randrange(len(cta.arrivals)))
-    cta.barrier(place, of_cluster=True).arrive()
+    place, known = cta.arrivals.pop(cta.draw.randrange(len(cta.arrivals)))
+    cta.barrier(place, of_cluster=True).arrive(known)
 
 
 def _multiply(cta: Cta, p: Product) -> None:

@@ -155,7 +155,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "packed": lambda: plain([130, 20], [130, 300], packed=True),
             "d128": lambda: rising([130], [100], head_dim=128, nheads=1),
             "d192": lambda: rising([130], [100], head_dim=192, head_dim_v=128, nheads=2),
-            "d256": lambda: rising([128], [260], head_dim=256, nheads=1),
+            "d256": lambda: rising([128], [260], head_dim=256, nheads=2),
             "bias": lambda: plain([100], [130], bias=(1, 1)),
         },
     ),
@@ -171,7 +171,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         TABLES["forward pairs"],
         {
             "d256": lambda: of_d256([150], [100]),
-            "rising": lambda: rising([150], [260], head_dim=256, nheads=1),
+            "rising": lambda: rising([150], [260], head_dim=256, nheads=2),
             "blocks": lambda: of_d256([150], [500]),  # more blocks than stages
             "tiles": lambda: of_d256([150], [100], nheads=4),  # more tiles than stages
         },

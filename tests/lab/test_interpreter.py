@@ -77,6 +77,45 @@ def test_halves_that_a_move_joins() -> None:
     assert np.array_equal(stored[:, 1], given << 16 | given >> 16)
 
 
+ELECTED = "elect.sync %r4|%p2, -1;\n"
+THREE = "".join(f"@%p2 mbarrier.init.shared.b64 [%r3+{8 * i}], 1;\n" for i in range(3))
+
+
+def arrive(number: int) -> str:
+    """At one of three mbarriers."""
+    return f"@%p2 mbarrier.arrive.shared.b64 _, [%r3+{8 * number}], 1;\n"
+
+
+def wait(number: int, parity: int) -> str:
+    return f"mbarrier.try_wait.parity.shared.b64 %p3, [%r3+{8 * number}], {parity};\n"
+
+
+@pytest.mark.parametrize(
+    ("signals", "sees", "is_seen"),
+    [
+        ("", "", False),
+        (wait(1, 1), wait(0, 1) + arrive(1), True),
+        (arrive(2) + wait(1, 1), wait(2, 0) + arrive(1), True),  # the first warp's arrivals are in order
+    ],
+    ids=["unseen", "seen", "implied"],
+)
+def test_phases_that_go_by(signals: str, sees: str, is_seen: bool) -> None:
+    """The second warp waits for the first phase of mbarrier 0 and the third one, whose parity is the same.
+
+    Unless it knows that the second phase is over, it may take the first one for the third.
+    """
+    first = f"{ELECTED}{THREE}bar.sync 0;\n{arrive(0)}{wait(1, 0)}{arrive(0)}{signals}{arrive(0)}"
+    second = f"{ELECTED}bar.sync 0;\n{wait(0, 0)}{arrive(1)}{sees}{wait(0, 0)}"
+    found = []
+    for seed in range(12):
+        try:
+            run(first, second, seed)
+        except interpreter.FaultError as error:
+            found.append(str(error))
+    assert bool(found) != is_seen
+    assert all("warp 1 of CTA 0, the mbarrier at byte 0: waits for phase 2, and may be two" in x for x in found)
+
+
 def test_any_lane_is_elected() -> None:
     """Code that takes the first one for the elected one is refused."""
     only_first = "elect.sync %r4|%p2, -1;\nsetp.eq.s32 %p3, %r1, 0;\nand.pred %p2, %p2, %p3;\n"

@@ -8,7 +8,7 @@ import pytest
 
 from lab import interpreter
 from lab.interpreter import tensor
-from lab.interpreter.state import SHARED, Array, Barrier, Cluster, Commit, Cta, Product
+from lab.interpreter.state import SHARED, Array, Barrier, Cluster, Commit, Cta, Product, nothing_known
 from lab.interpreter.tma import swizzled
 
 HEAD = """.version 9.0
@@ -201,7 +201,7 @@ def test_commits_to_both(ranks: tuple[int, ...]) -> None:
     ctas = pair()
     for cta in ctas:
         cta.barriers[cta.first_shared + 8] = Barrier(1, 1)
-    ctas[0].products.append(Commit(SHARED + 8, ranks))
+    ctas[0].products.append(Commit(SHARED + 8, ranks, nothing_known()))
     tensor.advance(ctas[0], 1)
     for _ in ranks:
         tensor.arrive(ctas[0])

@@ -20,7 +20,9 @@ one two before it is stored.
 Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(u + 2) may take the place of P(u), which O(u) reads ahead of it.
   - With two parts full scores of unit u show softmax that O of unit u - 2, the part's last, is complete, and O may be
-    rescaled. With one part O(u - 1) is behind S(u), and who rescales waits for it to be added.
+    rescaled. With one part O(u - 1) is behind S(u), and a warp that rescales waits for its commit. A wait sees only the
+    parity of a phase, and arrivals of commits may overtake each other. So every warp waits for each O(u - 2) beside
+    S(u), whether or not it rescales, and skips no phase.
   - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
     rescales O before a block that it has seen a key in, which is a later one.
 
@@ -315,6 +317,8 @@ class ForwardSm100(ForwardKernel):
         bias = rows.bias(step, block) if const_expr(c.features.bias and not self.keeps_max_logits) else None
         store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
+        if const_expr(c.q_parts == 1):
+            rows.shared.rings.added.wait_full(unit - 2)  # likewise: no phase is skipped
         tensor_memory.after_sync()
         if is_seen:
             if const_expr(self.keeps_max_logits):

@@ -99,7 +99,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
         Pipeline("p", 2, "P of a unit but for its last 32 keys", (part_of_softmax,), ()),
         Pipeline("outputs", parts, "O of a part", (mma.commit(),), (epilogue.per_warp(ctas),)),
         Pipeline("stats", parts, "sums of a part", (softmax.per_warp_of_a_warpgroup(),), (epilogue.per_warp(),)),
-        Pipeline("added", int(parts == 1), "O of a unit", (mma.commit(),), ()),
+        Pipeline("added", 2 * int(parts == 1), "O of a unit", (mma.commit(),), ()),
         Pipeline("entries", num_entries, "a block and its codes", (producer.once(),), entries_read),
     )
     schedule = Schedule(
@@ -131,6 +131,7 @@ def _steps(c: ForwardConfig) -> tuple[Step, ...]:
     reads_tile = (Step("producer", "tiles.full", "once a tile, in each CTA: reads its fields", "tiles.empty"),)
     publishes = (Step("producer", "entries.empty", "publishes a block and its codes", "entries.full"),)
     rescales = (Step("softmax", "added.full", "rescales O, if row_max has grown much"),)
+    seen = ", added.full" if one_part else ""  # of O(u - 2), so that no phase is skipped
     mma_waits, mma_signals = (", entries.full", ", entries.empty") if c.leaves_out else ("", "")
     return (
         Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
@@ -150,7 +151,7 @@ def _steps(c: ForwardConfig) -> tuple[Step, ...]:
         ),
         Step("mma", "k.full, q.full" + mma_waits, next_S, "scores.full, k.empty, q.empty" + mma_signals),
         Step("softmax", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
-        Step("softmax", "scores.full", "loads S(u); masks it; compares its row_max"),
+        Step("softmax", "scores.full" + seen, "loads S(u); masks it; compares its row_max"),
         *((Step("softmax", "entries.full", "reads the block and its code", "entries.empty"),) if listed else ()),
         *(rescales if one_part else ()),
         Step("softmax", "", "stores P(u) but for the last 32 keys" + ("" if one_part else "; rescales O"), "p.full"),
