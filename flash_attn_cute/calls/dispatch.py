@@ -28,6 +28,7 @@ _UNTRIED: dict[str, dict[str, Callable[[AttentionSpec], bool]]] = {
         "d or d_v above 128 beside BlockMask.from_selection": lambda spec: (
             spec.selection_block > 0 and max(spec.head_dim, spec.head_dim_v) > 128
         ),
+        "blocks of no multiple of 64 keys in BlockMask.from_selection": lambda spec: spec.selection_block % 64 > 0,
     },
 }
 

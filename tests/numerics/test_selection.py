@@ -225,6 +225,9 @@ def test_which_backend_serves_it() -> None:
         )
     }
     assert on_meta(256, gpu="sm90", backend="sm90").backend == "sm90"
+    (reason,) = on_meta(gpu="sm90", block=32).passed_over["sm90"]
+    assert reason.startswith("blocks of no multiple of 64 keys in BlockMask.from_selection")
+    assert on_meta(gpu="sm90", block=32, backend="sm90").backend == "sm90"
 
 
 @pytest.mark.parametrize(
