@@ -313,13 +313,13 @@ def random_selection(call: Call, rng: random.Random, block: int, top: int) -> Ca
     return with_selection(call, indices if rng.random() < 0.5 else indices.clamp(-(2**31)).int(), block)
 
 
-def assert_selections_are_captured(backend: str) -> None:
+def assert_selections_are_captured(backend: str, block: int = 64) -> None:
     """Blocks are selected anew in a call: the host never waits, and graphs capture it."""
     tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
     dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
 
     def both() -> tuple[Tensor, ...]:
-        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        mask = BlockMask.from_selection(indices, block=block, seqlen_k=512)
         q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
         out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend=backend)
         return (out, *torch.autograd.grad(out, (q, k, v), dout))

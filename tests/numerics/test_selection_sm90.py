@@ -128,8 +128,9 @@ def test_tables_take_little_time() -> None:
     assert sum(times) < 500
 
 
-def test_the_host_never_waits() -> None:
-    assert_selections_are_captured("sm90")
+@pytest.mark.parametrize("block", [64, 16])
+def test_the_host_never_waits(block: int) -> None:
+    assert_selections_are_captured("sm90", block)
 
 
 def test_compiled() -> None:
