@@ -75,6 +75,13 @@ def test_forward(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seqlen_k", [256, 300])  # rows that are read by vectors, and element by element
+def test_forward_with_a_mask(seqlen_k: int) -> None:
+    call = drawn([130], [seqlen_k], head_dim=128, mask=(1, 1), causal=True)
+    forward.check(call, random.Random(0), capability=H100)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MAX_LOGITS.values(), ids=MAX_LOGITS)
 def test_max_logits(options: dict[str, Any]) -> None:
     """Of logits of both signs, and of negative ones alone, which kernels compare in another way."""

@@ -9,6 +9,7 @@ even these where a thread has the scores of one query.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -25,6 +26,7 @@ from flash_attn_cute.kernels.common.workspace import carved
 SEEN, ALL_SEEN = 0b0001, 0b0100  # of the kind of a half of the keys, for the first half of the queries
 _WARPS = 8
 _AT_ONCE = 4  # rows of a warp, whose elements are read together
+_VECTOR = 16  # elements, and bytes, that a thread reads together where it can
 
 
 class _Tiles:
@@ -68,6 +70,10 @@ class _Tiles:
 
 class MaskTiles(_Tiles):
     """The kernel that reads the mask of a pass. One CTA a tile."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        assert self.tile.rows_of_queries % (_WARPS * _AT_ONCE) == 0  # as many rows are read and stored at a time
 
     @cute.jit
     def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
@@ -137,34 +143,13 @@ class MaskTiles(_Tiles):
         smem = cutlass.memory.SmemAllocator()
         sRows = smem.allocate_tensor(Int32, cute.make_layout((t.rows_of_queries, self.words_a_row)))
         sFound = smem.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)))
-        first_key, shift = block * t.keys, k_length - q_length
+        first_key = block * t.keys
+        rows = _Rows(a.numbers, gMask, sRows, head, first_query, q_length, first_key, k_length)
         some, every = Boolean(False), Boolean(True)
-        for i in cutlass.range_constexpr(0, t.rows_of_queries // _WARPS, _AT_ONCE):
-            seen = []
-            for j in cutlass.range_constexpr(_AT_ONCE):
-                r = (i + j) * _WARPS + warp
-                query = first_query + r // t.group
-                gRow = gMask[head * t.group + r % t.group, cutlass.min(query, q_length - 1), None]
-                stop = cutlass.min(k_length, query + shift + a.numbers.window_right + 1)
-                stop = cutlass.min(stop, first_key + t.keys) if query < q_length else Int32(0)
-                start = query + shift - a.numbers.window_left
-                for w in cutlass.range_constexpr(self.words_a_row):
-                    key = first_key + 32 * w + lane
-                    shown = Int32(0)
-                    if key >= start and key < stop:
-                        shown = Int32(gRow[key])
-                    seen.append(shown)
-            for j in cutlass.range_constexpr(_AT_ONCE):
-                r = (i + j) * _WARPS + warp
-                # A row that is none hides nothing of a tile of queries, which does not store what becomes of it.
-                is_real = Boolean(True) if const_expr(t.rows_are_keys) else first_query + r // t.group < q_length
-                for w in cutlass.range_constexpr(self.words_a_row):
-                    word = cute.arch.vote_ballot_sync(seen[j * self.words_a_row + w] != 0)
-                    whole = -1 if const_expr(t.keys >= 32 * (w + 1)) else (1 << t.keys % 32) - 1
-                    some = some or word != 0
-                    every = every and (word == Int32(whole) or not is_real)
-                    if lane == w:
-                        sRows[r, w] = word
+        if self._has_vectors(rows, warp, lane):
+            some, every = self._read_vectors(rows, warp, lane)
+        else:
+            some, every = self._read_elements(rows, warp, lane)
         if lane == 0:
             sFound[warp, 0], sFound[warp, 1] = Int32(some), Int32(every)
         cute.arch.sync_threads()
@@ -176,6 +161,105 @@ class MaskTiles(_Tiles):
             mCodes[number, block] = code if some else Int32(EMPTY)
         if some and not every:
             self._write_bits(sRows, mBits, tile, thread)
+
+    @cute.jit
+    def _has_vectors(self, rows: "_Rows", warp: Int32, lane: Int32) -> Boolean:
+        """Whether a warp can read its rows by 16 bytes: keys next to each other, and 128 of them in whole vectors."""
+        t = self.tile
+        found = Boolean(False)
+        if const_expr(t.keys == 8 * _VECTOR):
+            found = rows.gMask.stride[2] == 1 and rows.first_key + t.keys <= rows.gMask.shape[2]
+            for i in cutlass.range_constexpr(0, t.rows_of_queries, 32):
+                gRow, _, _, _ = self._row(rows, i + lane // 8 * _WARPS + warp)
+                found = found and (gRow.iterator + rows.first_key).toint() % _VECTOR == 0
+            found = cute.arch.vote_all_sync(found)
+        return found
+
+    def _row(self, rows: "_Rows", r: Int32) -> tuple[cute.Tensor, Int32, Int32, Boolean]:
+        """A row of the tile, which keys of it are visible, start .. stop, and whether it can hide anything."""
+        t, n = self.tile, rows.numbers
+        query, shift = rows.first_query + r // t.group, rows.k_length - rows.q_length
+        is_query = query < rows.q_length
+        gRow = rows.gMask[rows.head * t.group + r % t.group, cutlass.min(query, rows.q_length - 1), None]
+        stop = cutlass.min(rows.k_length, query + shift + n.window_right + 1)
+        stop = cutlass.select_(is_query, cutlass.min(stop, rows.first_key + t.keys), Int32(0))
+        # A row that is none hides nothing of a tile of queries, which does not store what becomes of it.
+        is_real = Boolean(True) if const_expr(t.rows_are_keys) else is_query
+        return gRow, query + shift - n.window_left, stop, is_real
+
+    @cute.jit
+    def _read_vectors(self, rows: "_Rows", warp: Int32, lane: Int32) -> tuple[Boolean, Boolean]:
+        """Reads a warp's rows, eight lanes each; returns whether some element is visible, and whether all are."""
+        t = self.tile
+        vectors = cute.make_rmem_tensor((_VECTOR // 4, t.rows_of_queries // 32), Int32)
+        for i in cutlass.range_constexpr(t.rows_of_queries // 32):
+            gRow, _, _, _ = self._row(rows, 32 * i + lane // 8 * _WARPS + warp)
+            place = (gRow.iterator + rows.first_key).toint() + lane % 8 * _VECTOR
+            pointer = cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=_VECTOR)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(_VECTOR // 4)), vectors[None, i])
+        some, every = Boolean(False), Boolean(True)
+        for i in cutlass.range_constexpr(t.rows_of_queries // 32):
+            r = 32 * i + lane // 8 * _WARPS + warp
+            _, start, stop, is_real = self._row(rows, r)
+            first_key = rows.first_key + lane % 8 * _VECTOR
+            bits = Int32(0)
+            for j in cutlass.range_constexpr(_VECTOR // 4):
+                bits = bits | _bits_of_bytes(vectors[j, i]) << 4 * j
+            first, end = (cutlass.min(cutlass.max(x - first_key, 0), _VECTOR) for x in (start, stop))
+            bits = bits & ((1 << end) - 1) & -(1 << first)
+            word = bits | cute.arch.shuffle_sync_bfly(bits, 1) << _VECTOR
+            if lane % 2 == 0:
+                rows.sRows[r, lane % 8 // 2] = word
+                some = some or word != 0
+                every = every and (word == -1 or not is_real)
+        return cute.arch.vote_any_sync(some), cute.arch.vote_all_sync(every)
+
+    @cute.jit
+    def _read_elements(self, rows: "_Rows", warp: Int32, lane: Int32) -> tuple[Boolean, Boolean]:
+        """Reads a warp's rows, one after the other, whatever their strides; returns the same as ``_read_vectors``."""
+        t = self.tile
+        some, every = Boolean(False), Boolean(True)
+        for i in cutlass.range_constexpr(0, t.rows_of_queries // _WARPS, _AT_ONCE):
+            seen = []
+            for j in cutlass.range_constexpr(_AT_ONCE):
+                gRow, start, stop, _ = self._row(rows, (i + j) * _WARPS + warp)
+                for w in cutlass.range_constexpr(self.words_a_row):
+                    key = rows.first_key + 32 * w + lane
+                    shown = Int32(0)
+                    if key >= start and key < stop:
+                        shown = Int32(gRow[key])
+                    seen.append(shown)
+            for j in cutlass.range_constexpr(_AT_ONCE):
+                r = (i + j) * _WARPS + warp
+                _, _, _, is_real = self._row(rows, r)
+                for w in cutlass.range_constexpr(self.words_a_row):
+                    word = cute.arch.vote_ballot_sync(seen[j * self.words_a_row + w] != 0)
+                    whole = -1 if const_expr(t.keys >= 32 * (w + 1)) else (1 << t.keys % 32) - 1
+                    some = some or word != 0
+                    every = every and (word == Int32(whole) or not is_real)
+                    if lane == w:
+                        rows.sRows[r, w] = word
+        return some, every
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tile of a mask: where they come from and go to."""
+
+    numbers: Any  # of the pass
+    gMask: cute.Tensor  # (heads, queries, keys) of a sequence
+    sRows: cute.Tensor  # (query, 32 keys)
+    head: Int32
+    first_query: Int32
+    q_length: Int32
+    first_key: Int32
+    k_length: Int32
+
+
+def _bits_of_bytes(word: Int32) -> Int32:
+    """Four bits, each of which says whether a byte is not 0, the lowest byte first."""
+    visible = ((word & 0x7F7F7F7F) + 0x7F7F7F7F | word) >> 7 & 0x01010101
+    return visible * 0x01020408 >> 24 & 0xF
 
 
 class BlockTiles(_Tiles):
