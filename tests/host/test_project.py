@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import itertools
 import os
 import re
@@ -50,6 +51,7 @@ NOT_IMPORTED = {
 LOOKS_FOR = {"find_spec", "importorskip"}
 
 
+@functools.cache  # tests read files more than once
 def imports(source: str) -> tuple[set[str], set[str]]:
     """The distributions that a file imports, and those it looks for, wherever in the file."""
     imported: set[str] = set()
