@@ -363,10 +363,10 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
 # By test: its configurations, and those that a plain run compiles.
 COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "test_compiled_code": (CONFIGS, ("d128-causal",)),
-    "test_half_blocks": (HALF_BLOCKS, ("d128-plain",)),
+    "test_half_blocks": (HALF_BLOCKS, ()),
     "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
-    "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ("d128-plain",)),
-    "test_backward_with_stored_ds": (WITH_STORED_DS, ("d128-plain",)),
+    "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ()),
+    "test_backward_with_stored_ds": (WITH_STORED_DS, ()),
     "test_compiled_cluster_backward": (OF_CLUSTERS, ()),
     "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, ()),
 }
