@@ -71,8 +71,9 @@ def test_forward(options: dict[str, Any]) -> None:
         check(*drawn(options, seed))
 
 
-# Calls with each feature that hides keys, rows or tiles from a maximum, or changes the logits that it is of.
-WITH_MAX_LOGITS = "one-head", "blocks-of-128", "packed", "packed-window", "padded", "no-keys"
+# Calls with each feature that hides keys or rows from a maximum or changes its logits, and each size of tiles.
+WITH_MAX_LOGITS = ["one-head", "blocks-of-128", "packed", "packed-window", "padded", "no-keys"]
+WITH_MAX_LOGITS += ["wide-blocks-of-128", "wide-v", "wide-key-bits", "blocks-of-40", "packed-blocks-of-4"]
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_late_engines_of_gradients(late: str, case: str) -> None:
 def test_warpgroups_in_step_wait_for_each_other(late: range) -> None:
     """Above 128 columns either mma warpgroup may be the slower one, whose P, dS, Q and dO the other reads."""
     call, rng = drawn(CASES["many-wide-tiles"], 1)
-    check_gradients(call, rng, lagging=frozenset(late))
+    check_gradients(call, rng, lagging=frozenset(late), through_lse=True)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 from flash_attn_cute.jit import disk
 from lab.ptx import tree
 
-# Runs that are given a folder share it: entries are named by the sources that they are made from. Else it lies beside the
-# kernels that calls compile: workers share it, and it ends with the run.
+# A folder that several runs may share, as entries are named by the sources that they are made from; else it lies beside
+# the kernels that calls compile: workers share it, and it ends with the run.
 FOLDER = Path(os.environ.get("TESTS_CODE_DIR") or Path(os.environ["FLASH_ATTN_CUTE_CACHE_DIR"]) / "texts")
 
 
