@@ -51,7 +51,6 @@ BACKWARD: dict[str, dict[str, Any]] = {
 LONG_FULL: dict[str, dict[str, Any]] = {
     "d64-halves-of-dV": {},
     "d128-80-queries": {"head_dim": 128, "nheads": 4, "nheads_k": 1},  # two tiles share a key head's sums
-    "d128-80-queries-in-order": {"head_dim": 128, "nheads": 4, "nheads_k": 1, "deterministic": True},
 }
 
 
@@ -85,7 +84,7 @@ def test_forward_with_a_mask(seqlen_k: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", MAX_LOGITS.values(), ids=MAX_LOGITS)
 def test_max_logits(options: dict[str, Any]) -> None:
-    """Of logits of both signs, and of negative ones alone, which kernels compare in another way."""
+    """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)
     forward.check(call, random.Random(0), capability=H100, max_logits=True)
     with torch.no_grad():
@@ -112,10 +111,8 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LONG_FULL.values(), ids=LONG_FULL)
 def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
-    options = dict(options)
-    given = {"deterministic": options.pop("deterministic", False), "capability": H100, "as_long": True}
     call = drawn([170], [200], **options)
-    backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
+    backward.check(call, backward.Interpreted(random.Random(0), capability=H100, as_long=True), through_lse=True)
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ class ForwardSm90(ForwardKernel):
             stage = tile_state.index
             work.acc_O.fill(0.0)
             work.softmax.reset()
-            if const_expr(c.features.max_logits):
+            if const_expr(self.keeps_max_logits):
                 work.max_logits.fill(-Float32.inf)
             if num_blocks > 0:
                 k_state, v_state = self._mainloop(work, stage, k_state, v_state)
@@ -242,8 +242,8 @@ class ForwardSm90(ForwardKernel):
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias),
-            max_logits=cute.make_rmem_tensor(2, Float32) if c.features.max_logits else None,
+            softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
+            max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
             scales=scales,
             shared=shared,
             tO=tO,
@@ -278,7 +278,6 @@ class ForwardSm90(ForwardKernel):
                 first_row = tile.first_query + self.queries * work.warpgroup
                 seen = load_row_interval(work.arguments.mIntervals, tile.batch, tile.q.length, first_row, work.cS)
             bias_row = self._read_bias_row(work, v_state.count)
-            self._raise_logits(work, stage, entry, Edges(left=False, right=False), seen)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, bias_row, seen)
             for _ in cutlass.range(1, blocks.num, unroll=1):
                 self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
@@ -287,7 +286,6 @@ class ForwardSm90(ForwardKernel):
         else:
             first = Entry(blocks.nth(Int32(0)), None, None)
             bias_row = self._read_bias_row(work, v_state.count)
-            self._raise_logits(work, stage, first, Edges(left=f.left, right=True), None)
             self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count, bias_row)
             for part in blocks.parts(f.left, f.right):
                 for i in cutlass.range(part.first, part.end, unroll=1):
@@ -330,7 +328,6 @@ class ForwardSm90(ForwardKernel):
         self._pass_tensor_cores(work)
         warpgroup.wait_group(1)
         shared.pipe_K.consumer_release(k_state)
-        self._raise_logits(work, stage, entry, edges, seen)  # while P V is in flight
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
         self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, bias_row, seen)
@@ -388,6 +385,11 @@ class ForwardSm90(ForwardKernel):
     ) -> None:
         """Computes P from S: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
+        if const_expr(self.keeps_max_logits):
+            scale = work.arguments.numbers.softmax_scale
+            tile = QueryTile.read(c, shared.tiles[None, stage])
+            self._hide(work, entry, self._place(work, tile, entry), edges, scale, seen)
+            raise_logits(work.max_logits, work.acc_S, scale)
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         place = None
@@ -400,26 +402,8 @@ class ForwardSm90(ForwardKernel):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
                 clips = edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
-        if const_expr(c.features.caps_or_biases or not c.features.max_logits):  # else _raise_logits has masked them
-            self._hide(work, entry, place, edges, work.scales.log2, seen)
+        self._hide(work, entry, place, edges, work.scales.log2, seen)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
-
-    @cute.jit
-    def _raise_logits(
-        self,
-        work: "_Work",
-        stage: Int32,
-        entry: Entry,
-        edges: cutlass.Constexpr,
-        seen: cute.Tensor | None,
-    ) -> None:
-        """Masks a block's products and raises the largest of this thread's rows to them, where they are asked for."""
-        if const_expr(self.config.features.max_logits):
-            scale, place = work.arguments.numbers.softmax_scale, None
-            if const_expr(edges.left or edges.right):
-                place = self._place(work, QueryTile.read(self.config, work.shared.tiles[None, stage]), entry)
-            self._hide(work, entry, place, edges, scale, seen)
-            raise_logits(work.max_logits, work.acc_S, scale)
 
     def _place(self, work: "_Work", tile: QueryTile, entry: Entry) -> Place:
         """Where a block's scores are."""
@@ -504,10 +488,9 @@ class ForwardSm90(ForwardKernel):
     def _raise_max_logits(self, work: "_Work", rows: cutlass.Constexpr, heads: cutlass.Constexpr, stop: Int32) -> None:
         """Raises the heads' largest logits to those of this thread's rows, of rows before ``stop``."""
         mMaxLogits, largest = work.arguments.mMaxLogits, -Float32.inf
-        scale = work.arguments.numbers.softmax_scale
-        scale = cute.arch.fmax(scale, -scale)
         for r in cutlass.range_constexpr(2):
-            logit = cutlass.select_(rows[r] < stop, work.max_logits[r] * scale, -Float32.inf)
+            logit = work.max_logits[r] if const_expr(self.keeps_max_logits) else work.softmax.max_logit(r)
+            logit = cutlass.select_(rows[r] < stop, logit, -Float32.inf)
             if const_expr(self.config.group > 1):
                 for lanes in cutlass.range_constexpr(1, 3):
                     logit = cute.arch.fmax(logit, cute.arch.shuffle_sync_bfly(logit, lanes))
@@ -555,7 +538,7 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
-    max_logits: cute.Tensor | None  # the largest products of this thread's rows (``raise_logits``)
+    max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P
     scales: ScoreScales
     shared: Any  # ``Shared``, or a kernel's of its own
     tO: RowTiles | None

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
+from flash_attn_cute.kernels.common.max_logits import larger_P
 from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
@@ -16,26 +17,27 @@ from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 class OnlineSoftmax(SoftmaxState):
     """The state of a thread's rows, each of which four neighbouring lanes share.
 
-    They have the same ``row_max``. ``row_sum`` is of this thread's part of a row.
+    They have the same ``row_max``. ``row_sum`` and ``max_P`` are of this thread's part of a row.
     """
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
         """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
+        max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
         scores = [acc_S[i] for i in range(cute.size(acc_S))]
         if const_expr(is_first):
-            self._raise_max_and_compute_P(scores, rP, sums, None)
+            self._raise_max_and_compute_P(scores, rP, sums, max_P, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(scores, rP, sums, self.row_max, in_advance=True)
+            self._compute_P(scores, rP, sums, max_P, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 first_sums = [sums[r] for r in range(self.num_rows)]
-                corrections = self._raise_max_and_compute_P(scores, rP, sums, first_sums)
+                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -43,6 +45,8 @@ class OnlineSoftmax(SoftmaxState):
                         out[r, c] = out[r, c] * correction
         for r in cutlass.range_constexpr(self.num_rows):
             self.row_sum[r] += sums[r]
+            if const_expr(self.max_P is not None):
+                self.max_P[r] = max_P[r]
 
     @cute.jit
     def _raise_max_and_compute_P(
@@ -50,6 +54,7 @@ class OnlineSoftmax(SoftmaxState):
         scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
+        max_P: cute.Tensor | None,
         first_sums: list[Float32] | None,
     ) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
@@ -77,7 +82,9 @@ class OnlineSoftmax(SoftmaxState):
             corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._compute_P(scores, rP, sums, shifts, in_advance=False)
+            if const_expr(self.max_P is not None):
+                self.max_P[r] *= corrections[r]
+        self._compute_P(scores, rP, sums, max_P, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -91,10 +98,13 @@ class OnlineSoftmax(SoftmaxState):
         scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
+        max_P: cute.Tensor | None,
         shifts: cute.Tensor,
         in_advance: cutlass.Constexpr,
     ) -> None:
         """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
+
+        ``max_P``, if given, becomes what is largest of it and of the P of the blocks before.
 
         The additions are explicitly fused: P of a row has the same bits however often it is computed with the same
         shift.
@@ -112,6 +122,8 @@ class OnlineSoftmax(SoftmaxState):
             shift = [x * LOG2_E for x in rest]
         shift = [-x for x in shift]
         subtracts = self.is_natural and not in_advance
+        if const_expr(max_P is not None):
+            largest = [self.max_P[r].bitcast(Int32) for r in range(self.num_rows)]
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows
@@ -124,8 +136,12 @@ class OnlineSoftmax(SoftmaxState):
             )
             packed[i] = pack(low, high, rP.element_type)
             total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
+            if const_expr(max_P is not None):
+                largest[r] = larger_P(largest[r], low, high)
         for r in cutlass.range_constexpr(self.num_rows):
             sums[r] = total[r]
+            if const_expr(max_P is not None):
+                max_P[r] = largest[r].bitcast(Float32)
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:
