@@ -236,7 +236,7 @@ print(second / first)
 
 
 def share(measure: str, folder: Path, module: str = "flash_attn_cute") -> float:
-    """What importing a module takes of what importing torch takes; bytecode comes to a folder, and from it."""
+    """Cost of importing a module, by a measure, divided by that of importing torch. Bytecode is kept in a folder."""
     code = IMPORTS.replace("{measure}", measure).replace("{module}", module)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
