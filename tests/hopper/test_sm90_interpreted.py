@@ -51,6 +51,7 @@ BACKWARD: dict[str, dict[str, Any]] = {
 LONG_FULL: dict[str, dict[str, Any]] = {
     "d64-halves-of-dV": {},
     "d128-80-queries": {"head_dim": 128, "nheads": 4, "nheads_k": 1},  # two tiles share a key head's sums
+    "d128-80-queries-in-order": {"head_dim": 128, "nheads": 4, "nheads_k": 1, "deterministic": True},
 }
 
 
@@ -111,8 +112,10 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LONG_FULL.values(), ids=LONG_FULL)
 def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
+    options = dict(options)
+    given = {"deterministic": options.pop("deterministic", False), "capability": H100, "as_long": True}
     call = drawn([170], [200], **options)
-    backward.check(call, backward.Interpreted(random.Random(0), capability=H100, as_long=True), through_lse=True)
+    backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
 
 
 @pytest.mark.slow

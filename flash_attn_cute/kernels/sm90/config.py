@@ -419,10 +419,11 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 
 @dataclass(frozen=True)
 class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
-    """Masks of blocks of 64 of which dS has room in the workspace: another kernel multiplies it by K.
+    """Block masks of which dS has room in the workspace: another kernel multiplies it by K.
 
-    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For
-    d = 128 alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
+    Masks of blocks of 64 have it, and in deterministic passes those of larger blocks of which few are visible. Nothing
+    is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For d = 128
+    alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
     """
 
     stores_dS: ClassVar[bool] = True
@@ -461,11 +462,13 @@ class _BackwardTile(NamedTuple):
 # Every query attends to every key; only variants that have been timed.
 _FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic")
 _FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
+_FULL_GROUPED_IN_ORDER = Case("grouped deterministic", without="right left softcap bias mask block_mask packed wide")
 _LONG = 8192  # keys of a sequence, from which on full masks at d = 128 have a row of their own
 
 # d = 128: blocks of 80 queries read K and V a fifth less often, but leave room for one K alone, so that tiles do not
-# overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100, those of grouped heads over 8k and 32k
-# keys 5 and 1 % on an H200. Ungrouped ones over 2k and 4k keys are 6 % slower. Causal passes gain nothing.
+# overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100. On an H200 those of grouped heads are 5
+# and 1 % faster over 8k and 32k keys, and in order 1 to 3.5 % over 4k and 8k. Ungrouped ones over 2k and 4k keys are
+# 6 % slower. Causal passes gain nothing.
 # d = 64: with dV in halves full masks are 3 to 8 % faster on an H200, 8k causal 2 % slower. The bits are the same.
 
 # 64 columns of K are 1 to 2.5 % faster where they spill nothing; a windowed d = 128 has the registers, but is slower.
@@ -485,12 +488,13 @@ _BACKWARD_TILES = (
     _BackwardTile(128, Case("uniform_bias"), 64, 16, True),
     _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
     _BackwardTile(128, _FULL, 80, 16, True, least_keys=_LONG),
+    _BackwardTile(128, _FULL_GROUPED_IN_ORDER, 80, 16, True, least_keys=_LONG // 2),
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
 
 
-_HALF_BLOCKS = Case("half_columns", without="bias intervals packed")
+_MAY_HAVE_HALVES = Case("block_mask", without="bias intervals packed")  # tiles of 64 keys
 
 
 # Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
@@ -615,13 +619,14 @@ def backward_config(
     registers = (40, 232) if is_busy else row.registers
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
-    if _HALF_BLOCKS.fits(features) and (fixed_point or not in_order):
+    if _MAY_HAVE_HALVES.fits(features) and (fixed_point or (features.half_columns and not in_order)):
         if features.stored_ds and tile_d == 128:
             # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
-            columns_K = 16 if features.softcap else 32
+            columns_K, features = 16 if features.softcap else 32, replace(features, half_columns=True)
             return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
-        features = replace(features, stored_ds=False)
-        return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
+        if features.half_columns:
+            features = replace(features, stored_ds=False)
+            return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
     features = replace(features, half_columns=False, stored_ds=False)
     return BackwardCtaConfig(
         dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point, row.halves_dV
