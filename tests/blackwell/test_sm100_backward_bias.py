@@ -57,7 +57,8 @@ OWN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(OWN, "d64-causal-sliced"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN)
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = OWN[case]
     for count, draw in drawn(case, fuzz_seconds):

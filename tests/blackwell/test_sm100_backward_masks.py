@@ -41,7 +41,8 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
-@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, "d64-grouped"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BLOCK_MASKS)
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]

@@ -24,7 +24,8 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, "d64-gqa"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BLOCK_MASKS)
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or none."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]

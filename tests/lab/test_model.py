@@ -334,6 +334,7 @@ def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, qu
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
 
 
+@pytest.mark.slow  # plain runs ask what is planned: test_pairs_are_planned_for_wide_windows
 @pytest.mark.parametrize("window", [64, 128, 256, 512, 640, 768, 1024, 2048])
 @pytest.mark.parametrize(
     ("name", "d", "d_v"),
