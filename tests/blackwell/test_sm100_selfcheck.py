@@ -18,6 +18,7 @@ from flash_attn_cute.selfcheck.samples import Sample
 from flash_attn_cute.selfcheck.steps import Kernels
 from flash_attn_cute.spec import Results
 from tests.lib.interpreted import backward, forward
+from tests.lib.tiers import tiered
 
 
 class Forward(forward.Interpreted):
@@ -77,8 +78,7 @@ def test_families_are_those_of_the_self_check() -> None:
     assert set().union(*MORE.values()) <= families
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases().values(), ids=cases())
+@pytest.mark.parametrize("case", tiered(cases(), "forward two-part d64: integers", values=True))
 def test_right_kernels_pass(case: tuple[Kernels, Sample]) -> None:
     kernels, sample = case
     by_pairs, drawn = "pair" in kernels.family, samples.draw(sample, torch.device("cpu"))
