@@ -68,7 +68,7 @@ class BlockTables(NamedTuple):
         columns: for the backward pass; None where nothing is differentiated.
         real: rows that are no padding; None if no row is padding.
         intervals: tables of a backend's own, see ``backends.packing.Intervals``.
-        half_columns: for the backward pass, of blocks of 64 keys; None if the mask is not made of such blocks, too.
+        half_columns: for the backward pass, of blocks of 64 keys; None if no pass reads them.
     """
 
     rows: BlockRows

@@ -81,6 +81,10 @@ class Backend(Protocol):
         """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...
 
+    def lists_halves(self, spec: AttentionSpec) -> bool:
+        """Whether its backward pass reads half columns of a block mask that is made of larger blocks than 64."""
+        ...
+
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """Allocates and computes the results."""
         ...

@@ -1,7 +1,7 @@
 """Which backend serves a call: the required features within the supported ones, or the reasons why not."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,16 +21,6 @@ _IN_ORDER_OF_PREFERENCE: list[Backend] = [
     *(backend for backend in _KERNELS if backend.architecture.is_checked_first),
 ]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
-
-# Calls that kernels of a backend have been written for and that no GPU has run yet: those that name the backend get it.
-_UNTRIED: dict[str, dict[str, Callable[[AttentionSpec], bool]]] = {
-    "sm90": {
-        "d or d_v above 128 beside BlockMask.from_selection": lambda spec: (
-            spec.selection_block > 0 and max(spec.head_dim, spec.head_dim_v) > 128
-        ),
-        "blocks of no multiple of 64 keys in BlockMask.from_selection": lambda spec: spec.selection_block % 64 > 0,
-    },
-}
 
 _has_warned = False
 _has_warned_of_refusal = False
@@ -56,15 +46,6 @@ def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> t
     """Why the backend cannot serve a call: features that it lacks, and its limits; empty if it can."""
     lacking = tuple(feature.value for feature in spec.required if feature not in backend.features)
     return lacking + backend.limits(spec, inputs)
-
-
-def untried(name: str, spec: AttentionSpec) -> tuple[str, ...]:
-    """Why a backend that can serve a call serves it only if it is named: no GPU has run its kernels for such calls."""
-    return tuple(
-        f"{what}, whose kernels have not run on a GPU yet and serve calls with backend={name!r} alone"
-        for what, is_asked in _UNTRIED.get(name, {}).items()
-        if is_asked(spec)
-    )
 
 
 def supposing(gpu: str) -> dict[str, Backend]:
@@ -141,7 +122,7 @@ def select(
     passed_over: dict[str, tuple[str, ...]] = {}
     names = list(backends)
     for i, (name, backend) in enumerate(backends.items()):
-        lacking = missing(backend, spec, inputs) or untried(name, spec)
+        lacking = missing(backend, spec, inputs)
         if not lacking:
             for other in names[i + 1 :]:
                 checked_first = backends[other]

@@ -13,7 +13,7 @@ from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.explained import planned, planned_selection
 from flash_attn_cute.calls import dispatch, lowering, nested, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.prepared_call import spec_of
+from flash_attn_cute.calls.prepared_call import spec_of, with_half_columns
 from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -118,8 +118,9 @@ def explain(
         learnable_sink: likewise.
         mask: likewise.
         bias: likewise.
-        block_mask: likewise; its tables are not made. One in the order "auto" or "permutation" that has not been built
-            is explained as if an order of query blocks that the model finds were worth it.
+        block_mask: likewise; its tables are not made, so all blocks count as visible that may be. One in the order
+            "auto" or "permutation" that has not been built is explained as if an order of query blocks that the model
+            finds were worth it.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
         return_max_logits: likewise.
@@ -171,6 +172,7 @@ def explain(
         spec = spec_of(copies, inputs)
         selection = dispatch.select(spec, inputs._replace(q=call.q), backend, backends, is_run=False)
         chosen = backends[selection.name]
+        spec = with_half_columns(spec, copies.block_mask, chosen)
         passes: tuple[PassPlan | None, PassPlan | None] = (None, None)
         num_sms = None
         if isinstance(chosen, CuteBackend):

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.backends.base import BackwardCall, Gradients
+from flash_attn_cute.backends.base import Backend, BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.torch_modes import have_strides, is_thread_watched, looks_like, without_default_device
@@ -91,8 +91,8 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
         if watched:
             selected = kept.as_fakes(selected)
     elif block_mask is not None:
-        tables = block_mask.tables(call.q.device, backward=backward)
-        if known_of_block_mask(block_mask) != known_of_block_mask(plan.spec):
+        tables = block_mask.tables(call.q.device, backward=backward, halves=plan.spec.half_columns > 0)
+        if _known_of_waits(block_mask) != _known_of_waits(plan.spec):
             plan = planned(call)  # a search has found it just now
         if watched:
             tables = kept.as_fakes(tables)
@@ -146,6 +146,7 @@ def make_plan(call: AttentionCall) -> Plan:
     inputs = validate.check(call)
     spec = spec_of(call, inputs)
     selection = dispatch.select(spec, inputs, call.backend)
+    spec = with_half_columns(spec, call.block_mask, dispatch.BACKENDS[selection.name])
     dispatch.warn_of_fallback(selection, inputs.q.device)
     return Plan(call.options, spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k), selection.lasts)
 
@@ -160,7 +161,8 @@ def cached_plan(call: AttentionCall) -> Plan:
     mask, block_mask = None, call.block_mask
     if block_mask is not None:
         validate.check_type_of_block_mask(block_mask)
-        mask = block_mask.sizes, block_mask.order_sets, block_mask.device, known_of_block_mask(block_mask)
+        known = known_of_block_mask(block_mask), block_mask.most_halves
+        mask = block_mask.sizes, block_mask.order_sets, block_mask.device, known
     key = (looks, call.bounds, mask, call.options, call.backend, *dispatch.BACKENDS.values())
     plan: Plan | None = _kept.get(key)
     if plan is None:
@@ -177,6 +179,18 @@ def spec_of(call: AttentionCall, inputs: AttentionInputs) -> AttentionSpec:
         return spec
     known = known_of_block_mask(call.block_mask)
     return spec._replace(has_block_mask=not known.selection_block, **known._asdict())
+
+
+def with_half_columns(spec: AttentionSpec, block_mask: BlockMask | None, backend: Backend) -> AttentionSpec:
+    """The spec of a call that a backend serves, which may ask for half columns of its block mask."""
+    if block_mask is None or not backend.lists_halves(spec):
+        return spec
+    return spec._replace(half_columns=block_mask.most_halves)
+
+
+def _known_of_waits(x: BlockMask | AttentionSpec) -> tuple[bool, bool]:
+    """Facts about a block mask that a search for its order may find."""
+    return x.low_contention, x.has_m_block_order
 
 
 def known_of_block_mask(x: BlockMask | AttentionSpec) -> KnownOfBlockMask:

@@ -32,9 +32,7 @@ class Features:
     block_mask: bool = _flag("tables list the blocks that tiles see, and hold bits of those that they see in part")
     half_blocks: bool = _flag("many quarters, 64 x 64, of a block mask's blocks are empty", only="forward")
     half_columns: bool = _flag("64 keys of its blocks are seen by other queries than the other 64", only="backward")
-    stored_ds: bool = _flag(
-        "dS of what such keys see has room in a workspace, of some heads at a time", only="backward"
-    )
+    stored_ds: bool = _flag("dS of a block mask has room in a workspace, of some heads at a time", only="backward")
     intervals: bool = _flag("beside a block mask each query sees keys of one interval alone, and each key so queries")
     bias: bool = _flag("a tensor is added to the scores")
     uniform_bias: bool = _flag("it is the same for all queries")

@@ -458,6 +458,8 @@ class BlockMask(TabledMask):
             self.selected()
         elif tables or not self._does_without_tables:
             made = self.tables(where, backward=True)
+            if not self.low_contention:
+                made = self.tables(where, backward=True, halves=True)
             columns = [x.entries for x in (made.columns, made.half_columns) if x is not None]
             read += [made.rows.entries, made.rows.tiles, *columns]
         for x in read:

@@ -27,6 +27,7 @@ _UNBUILT_TABLES = (
     "packed sequences, or (documents) mask and bias: call its build(tables=True) before"
 )
 
+_HALVES = "halves"  # with the device, the key of tables with half columns of masks of larger blocks
 
 SELECTION = "{}: expected a mask of blocks of queries, got key blocks selected per query (from_selection){}"
 
@@ -121,7 +122,12 @@ class TabledMask:
 
         Hopper's backward kernel up to d = 128 then has tiles of 64 keys.
         """
-        return self._node.most_halves(self.sizes) if self._node.half_columns else 0
+        return self.most_halves if self._node.half_columns else 0
+
+    @property
+    def most_halves(self) -> int:
+        """Visible blocks of 64 x 64 of a head at the most, as far as it is known without the device."""
+        return self._node.most_halves(self.sizes)
 
     @property
     def selection_block(self) -> int:
@@ -167,19 +173,21 @@ class TabledMask:
 
         return kept.made(self._offsets, device, device, find)
 
-    def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
+    def tables(self, device: torch.device, *, backward: bool, halves: bool = False) -> BlockTables:
         """The tables that backends read, made when first asked for, and kept.
 
         Args:
             device: of the call, which is the mask's if it has one.
             backward: whether gradients are wanted.
+            halves: whether the tables with columns have half columns, too, even if the mask is made of larger blocks.
 
         Raises:
             RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
             ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``, which
                 has none.
         """
-        there = self._tables.get(device)
+        halves = halves and backward and not self.half_columns
+        there = self._tables.get((device, _HALVES) if halves else device)
         if there is None and not backward:
             there = self._rows.get(device)
         if isinstance(there, kept.Kept):
@@ -187,7 +195,7 @@ class TabledMask:
             return tables
         if self.selection_block:
             raise ValueError(SELECTION.format("block_mask", ", which has no tables"))
-        return (self._traced if self._is_traced(device) else self._made)(device, backward)
+        return (self._traced if self._is_traced(device) else self._made)(device, backward, halves)
 
     def selected(self) -> Tensor:
         """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``.
@@ -203,7 +211,7 @@ class TabledMask:
         """Whether results computed now belong to a program or a graph, and must not be kept."""
         return torch.compiler.is_compiling() or kept.is_captured(device) or not self._node.is_real
 
-    def _traced(self, device: torch.device, backward: bool) -> BlockTables:
+    def _traced(self, device: torch.device, backward: bool, halves: bool) -> BlockTables:
         """Makes tables as a part of a program, which cannot wait for the device."""
         there = kept.found(self._rows, device)
         node = self._node
@@ -212,9 +220,12 @@ class TabledMask:
         if there is None:
             node.use(checked=False)
         tables = BlockTables(node.rows(), None, node.real) if there is None else there.get()
-        return self._with_columns(tables)[0] if backward else tables
+        if not backward:
+            return tables
+        tables = self._with_columns(tables)[0]
+        return self._with_halves(tables) if halves else tables
 
-    def _made(self, device: torch.device, backward: bool) -> BlockTables:
+    def _made(self, device: torch.device, backward: bool, halves: bool) -> BlockTables:
         """Finds the kept tables, or makes and keeps them."""
         node = self._node
 
@@ -232,6 +243,11 @@ class TabledMask:
                 object.__setattr__(self, "_contention", contention)
             return tables
 
+        def with_halves() -> BlockTables:
+            return self._with_halves(kept.made(self._tables, device, device, with_columns))
+
+        if halves:
+            return kept.made(self._tables, (device, _HALVES), device, with_halves)
         if backward:
             return kept.made(self._tables, device, device, with_columns)
         return kept.made(self._rows, device, device, without_columns)
@@ -243,13 +259,19 @@ class TabledMask:
         rows, sizes = tables.rows, self.sizes
         order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, sizes, self._group)
         contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
-        columns, halves = column_tables.columns(rows, order, sizes, m_block_order), None
-        if self.half_columns:
-            most = None
-            if isinstance(self._node, Indices):
-                most = self.half_columns * sizes.batch * sizes.heads
-            halves = column_tables.half_columns(rows, order, sizes, m_block_order, most)
-        return tables._replace(columns=columns, half_columns=halves), contention
+        tables = tables._replace(columns=column_tables.columns(rows, order, sizes, m_block_order))
+        return self._with_halves(tables, m_block_order) if self.half_columns else tables, contention
+
+    def _with_halves(self, tables: BlockTables, m_block_order: Tensor | None = None) -> BlockTables:
+        """Makes the half columns of tables that have columns; their tiles wait for no turn, so any order serves."""
+        assert tables.columns is not None
+        sizes, most = self.sizes, None
+        if isinstance(self._node, Indices):
+            most = self.most_halves * sizes.batch * sizes.heads
+        is_default = isinstance(self._order, str) and self._order == "default"
+        order = None if is_default else tables.columns.order
+        halves = column_tables.half_columns(tables.rows, order, sizes, m_block_order, most)
+        return tables._replace(half_columns=halves)
 
     def _any_tables(self) -> BlockTables:
         """Tables on a device that has some already, if any."""

@@ -29,6 +29,6 @@ Not seen: which barrier guards which memory, beyond what fence-after needs; byte
 stages. Emulation (``lab.emulator``) sees those.
 """
 
-from lab.lint.rules import Finding, barrier_operand, lint
+from lab.lint.rules import Finding, barrier_operand, check, lint
 
-__all__ = ["Finding", "barrier_operand", "lint"]
+__all__ = ["Finding", "barrier_operand", "check", "lint"]

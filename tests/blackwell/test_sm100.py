@@ -89,6 +89,7 @@ def test_references_that_rise_by_much(head_dim: int) -> None:
     check(call, random.Random(0))
 
 
+@pytest.mark.slow
 def test_nan_of_a_key_is_seen() -> None:
     """By all queries that see the key, whichever way the weight of its column is computed; and by no others."""
     call = random_call([130], [130], packed=False, nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)

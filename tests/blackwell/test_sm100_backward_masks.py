@@ -53,6 +53,7 @@ def test_block_masks(case: str, fuzz_seconds: float) -> None:
         check(with_order(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
+@pytest.mark.slow
 def test_keys_and_queries_that_see_nothing() -> None:
     """Blocks of fully masked keys, of one head or of all; fully masked queries."""
     visible = torch.ones(2, 2, 3, dtype=torch.bool)

@@ -13,7 +13,6 @@ from tests.lib.checks import gradients, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.common import B200, as_given
 from tests.lib.residuals import assert_restored
-from tests.lib.tiers import tiered
 
 # Lengths, whether pairs of CTAs compute it, and options.
 CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
@@ -24,7 +23,8 @@ CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     """Against the out in float32 that parts of a call over ranks have."""
     lengths, by_pairs, options = CASES[case]
@@ -38,6 +38,7 @@ def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     assert_restored(rounded.out[real], rounded.residual[real], wide.out[real])
 
 
+@pytest.mark.slow
 def test_gradients_are_as_with_an_out_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values have a large mean, which makes delta large, and so its error in an out that is rounded."""
     monkeypatch.setattr(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32))

@@ -18,7 +18,6 @@ from flash_attn_cute.selfcheck.samples import Sample
 from flash_attn_cute.selfcheck.steps import Kernels
 from flash_attn_cute.spec import Results
 from tests.lib.interpreted import backward, forward
-from tests.lib.tiers import tiered
 
 
 class Forward(forward.Interpreted):
@@ -78,7 +77,8 @@ def test_families_are_those_of_the_self_check() -> None:
     assert set().union(*MORE.values()) <= families
 
 
-@pytest.mark.parametrize("case", tiered(cases(), "forward two-part d64: integers", values=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases().values(), ids=cases())
 def test_right_kernels_pass(case: tuple[Kernels, Sample]) -> None:
     kernels, sample = case
     by_pairs, drawn = "pair" in kernels.family, samples.draw(sample, torch.device("cpu"))

@@ -10,12 +10,12 @@ from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, PICKS_AT_ONCE
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from tests.lib.compiled import machine_code
-from tests.lib.tiers import tiered
 
 _FEATURES = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
 _EVERYTHING = dict.fromkeys((*_FEATURES, "sink", "max_logits"), True)
+# Those of d = 64 and 192 are compiled for interpreted calls of many tiles, too.
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{f"d{d}-block{block}": {"d": d, "block": block, "right": True} for d in HEAD_DIMS for block in BLOCKS},
+    **{f"d{d}-block{b}": {"d": d, "block": b, "right": d % 128 == 0} for d in HEAD_DIMS for b in BLOCKS},
     **{f"group{group}": {"group": group, "right": True, "max_logits": group < 64} for group in (1, 4, 64)},
     **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in (16, *BLOCKS)},
     **{f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group} for d in HEAD_DIMS for group in (1, 16)},
@@ -25,7 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", tiered(CONFIGS, "d128-block64", values=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
 def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
     dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
@@ -44,10 +45,10 @@ def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
 
 _BACKWARD_EVERYTHING = dict.fromkeys((*_FEATURES, "dlse"), True)
 BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
-    **{f"d{d}": {"d": d, "right": True} for d in HEAD_DIMS},
+    **{f"d{d}": {"d": d, "dlse" if d % 128 else "right": True} for d in HEAD_DIMS},
     **{f"group{group}": {"group": group} for group in (1, 4, 64)},
     **{f"d{d}-everything": {"d": d, "dtype": "float16", **_BACKWARD_EVERYTHING} for d in HEAD_DIMS},
-    **{f"d{d}-block16": {"d": d, "block": 16, "right": True} for d in HEAD_DIMS},
+    **{f"d{d}-block16": {"d": d, "block": 16, "right": d > 64} for d in HEAD_DIMS},
     "everything-block16": {"block": 16, "dtype": "float16", **_BACKWARD_EVERYTHING},
     "d64-dv128": {"d": 64, "d_v": 128},
     "d192-dv128": {"d": 192, "d_v": 128},
@@ -56,7 +57,8 @@ BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", tiered(BACKWARD_CONFIGS, "d128", values=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
 def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
     dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))

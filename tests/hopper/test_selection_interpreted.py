@@ -65,22 +65,29 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
     return random_selection(random_call(*lengths, **given), rng, block, top), rng
 
 
-@pytest.mark.parametrize("options", tiered(CASES, "causal", "many-tiles", "blocks-of-16", values=True))
+@pytest.mark.parametrize("options", tiered(CASES, "causal", "blocks-of-16", values=True))
 def test_forward(options: dict[str, Any]) -> None:
     for seed in range(1 if options.get("head_dim", 64) > 64 else 2):
         check(*drawn(options, seed))
 
 
-@pytest.mark.parametrize("options", tiered(CASES, "padded", values=True))
-def test_max_logits(options: dict[str, Any]) -> None:
+# Calls with each feature that hides keys or rows from a maximum or changes its logits, and each size of tiles.
+WITH_MAX_LOGITS = ["one-head", "blocks-of-128", "packed", "packed-window", "padded", "no-keys"]
+WITH_MAX_LOGITS += ["wide-blocks-of-128", "wide-v", "wide-key-bits", "blocks-of-40", "packed-blocks-of-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_MAX_LOGITS)
+def test_max_logits(name: str) -> None:
     """The largest logits of visible keys alone; out and lse have the bits that they have without them."""
-    call, rng = drawn(options, 0)
+    call, rng = drawn(CASES[name], 0)
     found, without = check(call, rng, max_logits=True), results_of(call, rng)
     assert bitwise_equal(found.out, without.out)
     assert bitwise_equal(found.lse, without.lse)
 
 
-@pytest.mark.parametrize("late", ["loads", pytest.param("stores", marks=pytest.mark.slow), "warpgroups"])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["loads", "stores", "warpgroups"])
 def test_late_engines(late: str) -> None:
     """Nothing is read before it has come, or overwritten before it has been read."""
     call, rng = drawn(CASES["many-tiles"], 0)
@@ -100,11 +107,12 @@ def test_gradients(options: dict[str, Any]) -> None:
     check_gradients(*drawn(options, 0), through_lse=True)
 
 
-@pytest.mark.parametrize("case", ["many-tiles", pytest.param("many-wide-tiles", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("late", ["loads", pytest.param("products", marks=pytest.mark.slow), "warpgroups"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["many-tiles", "many-wide-tiles"])
+@pytest.mark.parametrize("late", ["loads", "products", "warpgroups"])
 def test_late_engines_of_gradients(late: str, case: str) -> None:
     call, rng = drawn(CASES[case], 0)
-    check_gradients(call, rng, lagging=frozenset({late}))
+    check_gradients(call, rng, lagging=frozenset({late}), through_lse=True)
 
 
 @pytest.mark.slow
@@ -112,7 +120,7 @@ def test_late_engines_of_gradients(late: str, case: str) -> None:
 def test_warpgroups_in_step_wait_for_each_other(late: range) -> None:
     """Above 128 columns either mma warpgroup may be the slower one, whose P, dS, Q and dO the other reads."""
     call, rng = drawn(CASES["many-wide-tiles"], 1)
-    check_gradients(call, rng, lagging=frozenset(late))
+    check_gradients(call, rng, lagging=frozenset(late), through_lse=True)
 
 
 @pytest.mark.slow
@@ -123,7 +131,8 @@ def test_gradients_of_launches_for_some_rows_and_heads(monkeypatch: pytest.Monke
         check_gradients(call, rng)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [None, 7])
 def test_launches_for_some_rows_and_heads(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out and lse have the same bits however a call is cut: into launches, and into items."""
     call, rng = drawn({"q": [20, 20], "k": [100, 100], "nheads": 4, "nheads_k": 2, "causal": True}, 0)
@@ -135,6 +144,7 @@ def test_launches_for_some_rows_and_heads(rows: int | None, monkeypatch: pytest.
     assert bitwise_equal(whole.lse, parts.lse)
 
 
+@pytest.mark.slow
 def test_rows_that_reach_nothing() -> None:
     """Queries that select nothing visible, and keys of blocks that no query selects or sees, may hold NaN."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan, score_layout
+from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from tests.lib.checks import random_call
 from tests.lib.interpreted.backward import Interpreted, check
@@ -31,6 +32,10 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "softcap-sink": (130, 200, 1, {"nheads": 2, "nheads_k": 1, "softcap": 5.0, "sink": True}),
     "order": (200, 200, 1, {"order": "spt"}),
     "nothing": (70, 130, 1, {"share": 0.0}),
+    # Of blocks of 128 deterministic passes store dS, too.
+    "of-128": (200, 300, 1, {"size": 128}),
+    "of-128-grouped": (130, 300, 2, {"size": 128, "nheads": 4, "nheads_k": 1, "order": "spt"}),
+    "of-100-causal": (230, 230, 1, {"size": 100, "causal": True, "softcap": 5.0}),
 }
 
 
@@ -41,14 +46,14 @@ def call_of(
     options: dict[str, Any],
     change: Callable[[torch.Tensor], object] = lambda visible: None,
 ) -> Call:
-    """A call whose mask shows some blocks of 64 x 64; ``change`` may change which."""
+    """A call whose mask shows some blocks of ``size``, 64 x 64 by default; ``change`` may change which."""
     defaults: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 1, "head_dim": 128}
     options = defaults | options
-    sets = options.pop("sets", (batch, options["nheads"]))
-    visible = torch.rand(*sets, -(-queries // 64), -(-keys // 64)) < options.pop("share", 0.4)
+    sets, size = options.pop("sets", (batch, options["nheads"])), options.pop("size", 64)
+    visible = torch.rand(*sets, -(-queries // size), -(-keys // size)) < options.pop("share", 0.4)
     change(visible)
-    mask = BlockMask.from_blocks(visible, 64, seqlen_q=queries, seqlen_k=keys)
-    shown = visible.repeat_interleave(64, 2).repeat_interleave(64, 3)[..., :queries, :keys]
+    mask = BlockMask.from_blocks(visible, size, seqlen_q=queries, seqlen_k=keys)
+    shown = visible.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :queries, :keys]
     if options.pop("causal", False):
         mask = mask & BlockMask.causal(queries, keys)
         shown = shown & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -58,13 +63,25 @@ def call_of(
     return dataclasses.replace(call, block_mask=mask, shown=shown.expand(batch, options["nheads"], -1, -1))
 
 
+class Stored(Interpreted):
+    """The interpreted backend, of which each pass stores dS."""
+
+    def prepare(self, *given: Any) -> Launch:
+        """Plans, and looks at the plan."""
+        launch = super().prepare(*given)
+        assert isinstance(launch.plan.config, BackwardStoredDSConfig)
+        return launch
+
+
 @pytest.mark.parametrize("case", tiered(CASES, "plain"))
-def test_gradients(case: str) -> None:
+def test_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_TENTHS_STORED", 10)
     queries, keys, batch, options = CASES[case]
     options = dict(options)
     lagging, through_lse = options.pop("lagging", None), options.pop("through_lse", False)
     lags = None if lagging is None else frozenset({lagging})
-    interpreted = Interpreted(random.Random(0), capability=H100, lagging=lags)
+    deterministic = options.get("size", 64) != 64
+    interpreted = Stored(random.Random(0), capability=H100, lagging=lags, deterministic=deterministic)
     check(call_of(queries, keys, batch, options), interpreted, through_lse=through_lse)
 
 

@@ -10,24 +10,24 @@ import torch
 
 from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.jit import cache, disk, key
-from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, Warm, outcome, start
+from tests.lib.compiled import code_for
+from tests.lib.kernel_processes import CONFIG, Compiler
 from tests.lib.launches import Launched
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    folder = tmp_path_factory.mktemp("home") / "kernels"
-    processes = [start(PROCESS, folder) for _ in range(3)]
-    return Warm(folder, [outcome(process) for process in processes])
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the kernel of ``CONFIG``."""
+    path, identity = tmp_path_factory.mktemp("home") / "kernels", key.identity(CONFIG)
+    with disk.Folder(path) as folder:
+        folder.write(key.name(identity), identity, code_for(CONFIG).host)
+    return path
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warm: Warm) -> Compiler:
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     """A process that has no kernel in memory, an empty folder of its own, and the stand-in for the compiler."""
-    with disk.Folder(warm.folder) as folder:
-        code = folder.read(key.name(key.identity(CONFIG)))
-    assert code is not None
-    stand_in = Compiler(code)
+    stand_in = Compiler(code_for(CONFIG).host)
     monkeypatch.setattr(cache, "_compile", stand_in)
     monkeypatch.setattr(cache, "_kernels", {})
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "kernels"))

@@ -225,6 +225,25 @@ def test_columns_of_half_blocks(seed: int) -> None:
     assert len(halves.entries) == adding.sum()
 
 
+@pytest.mark.parametrize("order", ["default", "spt"])
+def test_half_columns_of_larger_blocks(order: str) -> None:
+    """A mask has those of the same mask made of blocks of 64, and only if they are asked for."""
+    visible = torch.rand(2, 3, 4, 5) < 0.4
+    indices = torch.where(visible, torch.arange(5), -1)
+    quarters = visible.repeat_interleave(2, -2).repeat_interleave(2, -1)
+    of_64 = BlockMask.from_blocks(quarters, 64).with_order(order)
+    expected = tables_of(of_64).half_columns
+    assert expected is not None
+    for mask in (BlockMask.from_blocks(visible), BlockMask.from_indices(indices, seqlen_k=640)):
+        ordered = mask.with_order(order)
+        assert tables_of(ordered).half_columns is None
+        halves = ordered.tables(torch.device("cpu"), backward=True, halves=True).half_columns
+        assert halves is not None
+        assert all(torch.equal(x, y) for x, y in zip(halves, expected, strict=True) if x is not halves.entries)
+        assert torch.equal(halves.entries[: len(expected.entries)], expected.entries)
+        assert len(halves.entries) <= 6 * mask.most_halves
+
+
 def equal_tables(*masks: BlockMask) -> bool:
     """Whether rows and columns are equal; constructors decide whether there are half columns beside them."""
     first, *others = (tables_of(mask)._replace(half_columns=None) for mask in masks)

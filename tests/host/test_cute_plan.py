@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import (
     ScoreLayout,
     Shapes,
@@ -179,7 +181,9 @@ def test_backward_sections(
         ({"deterministic": True}, 8192, True, False, 64),
         ({"grouped": True}, 8191, False, True, 64),
         ({"grouped": True}, 8192, False, True, 80),
-        ({"grouped": True, "deterministic": True}, 8192, True, False, 64),
+        ({"grouped": True, "deterministic": True}, 4095, True, False, 64),
+        ({"grouped": True, "deterministic": True}, 4096, True, False, 80),
+        ({"grouped": True, "deterministic": True, "right": True}, 8192, True, False, 64),
         ({"grouped": True, "right": True}, 8192, False, True, 64),
         ({"packed": True}, 8192, False, True, 64),
     ],
@@ -267,10 +271,36 @@ def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
     architecture = ARCHITECTURES[name].on(next(iter(ARCHITECTURES[name].targets))) if name == "sm100" else SM90
     shapes = DENSE._replace(k=(2, 400, 8, 128))
     of_halves, without = (
-        plan_backward(architecture, spec_of(**options, half_columns=n), shapes, 132).config for n in (35, 0)
+        plan_backward(architecture, spec_of(**options, half_blocks=n > 0, half_columns=n), shapes, 132).config
+        for n in (35, 0)
     )
     assert type(of_halves) is (kind or type(without))
     assert (of_halves == without) == (kind is None)
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "lists_halves", "kind"),
+    [
+        (9800, {}, True, BackwardStoredDSConfig),
+        (9900, {}, True, BackwardCtaConfig),  # more than three tenths are visible
+        (0, {}, True, BackwardCtaConfig),  # as many may be, for all that is known
+        (9800, {"deterministic": False}, False, BackwardCtaConfig),
+        (9800, {"low_contention": True}, False, BackwardCtaConfig),
+        (9800, {"head_dim": 64, "head_dim_v": 64}, False, BackwardCtaConfig),
+        (9800, {"has_bias": True}, False, BackwardCtaConfig),
+    ],
+)
+def test_deterministic_passes_store_dS_of_larger_blocks(
+    entries: int, options: dict[str, Any], lists_halves: bool, kind: type
+) -> None:
+    """Where dQ would be summed in fixed point, and few blocks are visible."""
+    given: dict[str, Any] = {"nheads_k": 8, "head_dim": 128, "head_dim_v": 128, "has_block_mask": True}
+    spec = spec_of(nheads=8, **given | {"deterministic": True} | options)
+    assert CuteBackend(SM90).lists_halves(spec) == lists_halves
+    spec = spec._replace(half_columns=4096 if lists_halves else 0)
+    layout = ScoreLayout(block_lists=(1, 8), half_entries=entries)
+    shapes = Shapes((2, 4096, 8, 128), (2, 4096, 8, 128), num_sequences=0, max_seqlen_q=4096, scores=layout)
+    assert type(plan_backward(SM90, spec, shapes, 132).config) is kind
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -12,7 +12,7 @@ import pytest
 from flash_attn_cute.jit import ahead, cache, disk, key
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import forward_config
-from tests.lib.kernel_processes import CONFIG, Compiler, Warm
+from tests.lib.kernel_processes import CONFIG, Compiler
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -132,10 +132,10 @@ def test_processes_are_begun_only_where_something_is_compiled(
     assert process.begun == 0
 
 
-def test_the_process_does_without_torch(warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_does_without_torch(warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the kernel that is there under the same name, and compiles nothing; files beside it are not imported."""
     (tmp_path / "pickle.py").write_text("raise RuntimeError('not the library')")
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
     *python, program, given = ahead.command(CONFIG)
     program += "\nassert cache.compile_count() == 0 and sys.modules['torch'] is None"
     assert python[0] == sys.executable

@@ -19,7 +19,7 @@ from flash_attn_cute.jit import cache, disk, key
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import ForwardConfig, Sm90Config, forward_config
 from tests.lib.checks import hopper_alone
-from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, Warm, outcome, start
+from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, outcome, start
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -58,19 +58,16 @@ def test_tests_leave_the_users_folder_alone() -> None:
 
 
 @pytest.mark.slow
-def test_cold_processes_compile_once(warm: Warm) -> None:
-    """The others wait for the one that does, and all have the same kernel."""
-    assert sorted(outcome.compiles for outcome in warm.outcomes) == [0, 0, 1]
-    assert len({outcome.signature for outcome in warm.outcomes}) == 1
-    assert "bfloat16" in warm.outcomes[0].signature
-
-
-@pytest.mark.slow
-def test_warm_processes_do_not_compile(warm: Warm) -> None:
-    second = outcome(start(PROCESS, warm.folder))
-    assert second.compiles == 0
-    assert second.signature == warm.outcomes[0].signature
-    assert second.seconds < 0.5
+def test_processes_compile_once(tmp_path: Path) -> None:
+    """The others wait for the one that does, those that come later find the kernel, and all have the same one."""
+    processes = [start(PROCESS, tmp_path / "kernels") for _ in range(3)]
+    outcomes = [outcome(process) for process in processes]
+    assert sorted(each.compiles for each in outcomes) == [0, 0, 1]
+    later = outcome(start(PROCESS, tmp_path / "kernels"))
+    assert later.compiles == 0
+    assert later.seconds < 0.5
+    (signature,) = {each.signature for each in (*outcomes, later)}
+    assert "bfloat16" in signature
 
 
 @pytest.mark.slow
@@ -134,9 +131,9 @@ def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.Mo
             kernel(0)
 
 
-def test_kernels_with_one_symbol_are_apart(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_one_symbol_are_apart(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every object file calls its kernel the same; here two of them differ in rank."""
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
     monkeypatch.setattr(cache, "_kernels", {})
     before = cache.compile_count()
     packed = cache.kernel(forward_config("float16", 64, 64, Features(packed=True)))

@@ -17,7 +17,7 @@ from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
 from tests.conftest import NAME
-from tests.lib.kernel_processes import CONFIG, Compiler, Warm
+from tests.lib.kernel_processes import CONFIG, Compiler
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -58,8 +58,8 @@ def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{folder}: 0 kernels removed\n"
 
 
-def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+def test_warm(warm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
     arguments = ["warm", "--head-dims", "64", "40", "--masks", "full", "--layouts", "dense", "--jobs", "1"]
     assert command.main([*arguments, "--passes", "forward"]) == 0
     (line,) = capsys.readouterr().out.splitlines()

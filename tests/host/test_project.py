@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import itertools
 import os
 import re
@@ -50,6 +51,7 @@ NOT_IMPORTED = {
 LOOKS_FOR = {"find_spec", "importorskip"}
 
 
+@functools.cache  # tests read files more than once
 def imports(source: str) -> tuple[set[str], set[str]]:
     """The distributions that a file imports, and those it looks for, wherever in the file."""
     imported: set[str] = set()
@@ -177,7 +179,7 @@ def ci_commands(tmp_path: Path) -> list[str]:
     for name in (".ci/run", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    stub = 'printf "%s" "${0#"$PWD/"}" >> log; printf " %s" "$@" >> log; echo >> log'
+    stub = 'printf "%s" "${0#"$PWD/"}" >> log; printf " %s" "$@" >> log; echo >> log; echo "$TESTS_CODE_DIR" >> folders'
     for name in ("path/python3", *(f".venv/bin/{name}" for name in ("pip", "python", "ruff", "mypy"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/sh\n{stub}\n")
@@ -198,6 +200,14 @@ def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(ci_commands:
         f"{run_tests} -m slow",
     ]
     assert len(checks) >= 3
+
+
+def test_ci_compiles_nothing_twice(ci_commands: list[str], tmp_path: Path) -> None:
+    """Both runs of pytest are given one folder for code, which is then removed."""
+    folders = zip(ci_commands, (tmp_path / "folders").read_text().splitlines(), strict=True)
+    first, second = (folder for command, folder in folders if "-m pytest" in command)
+    assert first == second != ""
+    assert not Path(first).exists()
 
 
 def chosen_by(arguments: str) -> str:

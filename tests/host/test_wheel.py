@@ -1,5 +1,6 @@
 """Contents of an installed wheel: all of the package, nothing else, and commands that work from any folder."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -83,20 +84,35 @@ print(len(found))
     assert int(done.stdout.splitlines()[-1]) > 80
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("flash_attn_cute.jit", "list"), ""),
-        (("flash_attn_cute.demo", "--help"), "Trains a small language model"),
-        (("flash_attn_cute.sparsity", "plot", "--help"), "--against"),
-        (("flash_attn_cute.profile", "--help"), "nsys --help and so on list the options"),
-        (("flash_attn_cute.profile", "ncu", "--help"), "usage: python -m flash_attn_cute.profile ncu"),
-    ],
-)
-def test_commands(arguments: tuple[str, ...], said: str, installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "-m", *arguments)
+# Runs modules one after another, each as ``python -m`` does, and prints their exit statuses and what they print.
+RUNS = """
+import contextlib, io, json, runpy, sys
+ends = []
+for sys.argv in json.loads(sys.argv[1]):
+    status = 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    ends.append([status or 0, printed.getvalue()])
+print(json.dumps(ends))
+"""
+COMMANDS = {
+    ("flash_attn_cute.jit", "list"): "",
+    ("flash_attn_cute.demo", "--help"): "Trains a small language model",
+    ("flash_attn_cute.sparsity", "plot", "--help"): "--against",
+    ("flash_attn_cute.profile", "--help"): "nsys --help and so on list the options",
+    ("flash_attn_cute.profile", "ncu", "--help"): "usage: python -m flash_attn_cute.profile ncu",
+}
+
+
+def test_commands(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, tmp_path, "-c", RUNS, json.dumps(list(COMMANDS)))
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    for (status, printed), (command, said) in zip(json.loads(done.stdout), COMMANDS.items(), strict=True):
+        assert status == 0, command
+        assert said in printed, command
 
 
 def test_profiling_from_a_wheel(installed: Path, tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.interpreted.common import Executed
 from tests.lib.oracle import Call
-from tests.lib.tiers import tiered
 
 PLANTED = {f"{kind}: {bug.text}": bug for kind, bugs in LAUNCHES.items() for bug in bugs}
-QUICK = [f"{kind}: {bugs[0].text}" for kind, bugs in LAUNCHES.items()]
 
 
 def call(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
@@ -56,7 +54,8 @@ def test_without_a_bug(name: str) -> None:
     CALLS[name]()
 
 
-@pytest.mark.parametrize("bug", tiered(PLANTED, *QUICK, values=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED.values(), ids=PLANTED)
 def test_planted(bug: LaunchBug, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Executed.launches
 

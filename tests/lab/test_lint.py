@@ -17,6 +17,7 @@ from flash_attn_cute.kernels.sm90.selection_config import selection_backward_con
 from flash_attn_cute.kernels.sm100 import config as sm100
 from lab.lint import lint
 from tests.lib.compiled import code_for
+from tests.lib.configurations import BACKWARD_EVERYTHING
 from tests.lib.tiers import tiered
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -330,7 +331,7 @@ def test_findings_say_where() -> None:
 HOPPER = {
     "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1),
     "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6),
-    "backward of clusters": (backward_config("bfloat16", 256, 256, Features(deterministic=True)), 3),
+    "backward of clusters": (backward_config("bfloat16", 256, 256, Features(right=True, deterministic=True)), 3),
     "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
     "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
     "selection, backward, wide": (selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16), 1),
@@ -358,7 +359,7 @@ def test_hopper_kernels(case: tuple[Any, int]) -> None:
 HOPPER_LISTS = {
     "forward": forward_config("bfloat16", 128, 128, Features(block_mask=True)),
     "backward": backward_config("bfloat16", 128, 128, Features(block_mask=True)),
-    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True)),
+    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
 }
 
 
@@ -375,8 +376,10 @@ def test_hopper_kernels_under_masks(config: Any) -> None:
 # Kernels that find their place in sums of more than 2^31 numbers.
 LARGE_SUMS = {
     "backward": backward_config("bfloat16", 128, 128, Features()),
-    "backward of clusters": backward_config("bfloat16", 256, 256, Features(packed=True, right=True, grouped=True)),
-    "gradient of a bias": bias_gradient_config("bfloat16", 128, 128, Features(bias=True), split=True),
+    "backward of clusters": backward_config(
+        "bfloat16", 256, 256, Features(**BACKWARD_EVERYTHING | {"deterministic": False})
+    ),
+    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
 }
 
 

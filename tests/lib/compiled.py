@@ -1,4 +1,4 @@
-"""Code of configurations: PTX and machine code, made once for all processes of a run."""
+"""Code of configurations: PTX and machine code, made once for all processes of a run, or of several runs."""
 
 import functools
 import os
@@ -15,8 +15,9 @@ import pytest
 from flash_attn_cute.jit import disk
 from lab.ptx import tree
 
-# Beside the kernels that calls compile: workers share the folder, which ends with the run.
-FOLDER = Path(os.environ["FLASH_ATTN_CUTE_CACHE_DIR"]) / "texts"
+# A folder that several runs may share, as entries are named by the sources that they are made from; else it lies beside
+# the kernels that calls compile: workers share it, and it ends with the run.
+FOLDER = Path(os.environ.get("TESTS_CODE_DIR") or Path(os.environ["FLASH_ATTN_CUTE_CACHE_DIR"]) / "texts")
 
 
 class Code(NamedTuple):

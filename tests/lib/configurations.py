@@ -62,13 +62,17 @@ def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradien
 
 
 # Configurations, one for each way in which the schedule of a main kernel (``kernels.schedule``) differs. Most are among
-# those whose machine code CI looks at, too.
+# those whose machine code CI looks at, or that it interprets, too.
 DESCRIBED: dict[str, Any] = {
     "sm90-forward": sm90.forward_config("bfloat16", 128, 128, Features()),
     "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
-    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
-    "sm90-forward-bias-row": sm90.forward_config("bfloat16", 128, 128, Features(bias=True, uniform_bias=True)),
-    "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
+    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True, paired_bias=True)),
+    "sm90-forward-bias-row": sm90.forward_config(
+        "bfloat16", 128, 128, Features(bias=True, uniform_bias=True, float32_bias=True)
+    ),
+    "sm90-forward-bias-block-mask": sm90.forward_config(
+        "bfloat16", 256, 256, Features(bias=True, block_mask=True, float32_bias=True, softcap=True)
+    ),
     "sm90-forward-half-blocks": sm90.forward_config("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
     "sm90-forward-group": sm90.forward_config("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
     "sm90-backward": sm90.backward_config("bfloat16", 128, 128, Features()),
@@ -76,8 +80,10 @@ DESCRIBED: dict[str, Any] = {
         "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)
     ),
     "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
-    "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(grouped=True), keys=LONG),
-    "sm90-backward-halves-dV": sm90.backward_config("bfloat16", 64, 64, Features(), keys=LONG),
+    "sm90-backward-transposed": sm90.backward_config(
+        "bfloat16", 128, 128, Features(grouped=True, dlse=True), keys=LONG
+    ),
+    "sm90-backward-halves-dV": sm90.backward_config("bfloat16", 64, 64, Features(dlse=True), keys=LONG),
     "sm90-backward-ordered": sm90.backward_config("bfloat16", 128, 128, Features(right=True, deterministic=True)),
     "sm90-backward-fixed-point": sm90.backward_config(
         "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
@@ -101,7 +107,7 @@ DESCRIBED: dict[str, Any] = {
         "float16", 256, 256, Features(bias=True, strided_bias=True)
     ),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
-    "sm90-selection-two-warpgroups": selection_config("float16", 64, 128, Features(packed=True), block=128),
+    "sm90-selection-two-warpgroups": selection_config("bfloat16", 64, 64, Features(), group=16, block=128),
     "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=4, block=16),
     "sm90-selection-wide": selection_config("bfloat16", 256, 256, Features(), group=4),
     "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),

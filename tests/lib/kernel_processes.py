@@ -47,13 +47,6 @@ def outcome(process: "subprocess.Popen[str]") -> Outcome:
     return Outcome(*json.loads(output))
 
 
-class Warm(NamedTuple):
-    """A folder with the kernel of ``CONFIG``, and the processes that raced to fill it."""
-
-    folder: Path
-    outcomes: list[Outcome]
-
-
 class Compiler:
     """Stands in for the compiler: hands out code that was compiled before, and counts."""
 

@@ -68,7 +68,7 @@ def test_a_head_in_turns_beside_others_in_integers(repetitions: int) -> None:
     """Every run gives the same bits, and each head those that it gives alone."""
     torch.manual_seed(0)
     data = of_all_kinds(2048, 8192)
-    visible = visible_blocks(len(integer_sums.KINDS), 2048, 8192, 0.3)
+    visible = visible_blocks(len(integer_sums.KINDS), 2048, 8192, 0.5)
     mask = BlockMask.from_blocks(visible.cuda())
 
     def dq() -> dict[str, Tensor]:

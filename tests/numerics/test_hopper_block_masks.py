@@ -158,10 +158,12 @@ def test_blocks_of_64(options: dict[str, Any], fuzz_seconds: float) -> None:
 
 
 @needs_kernels
-def test_blocks_of_64_give_the_same_bits(repetitions: int) -> None:
+@pytest.mark.parametrize("size", [64, 128])
+def test_half_blocks_give_the_same_bits(size: int, repetitions: int) -> None:
     """Warpgroups have different steps, and run apart by as much as the rings allow."""
-    visible = torch.rand(1, 4, 32, 40, generator=torch.Generator().manual_seed(0)) < 0.25
-    mask = BlockMask.from_blocks(visible.cuda(), 64)
+    shape = 1, 4, 2048 // size, 2560 // size
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.25
+    mask = BlockMask.from_blocks(visible.cuda(), size)
     given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 4, "head_dim": 128, "device": "cuda"}
     call = replace(random_call([2048] * 2, [2560] * 2, packed=False, **given), block_mask=mask)
 
@@ -231,6 +233,7 @@ def test_which_kernel_blocks_of_64_get() -> None:
         (of_64, {"causal": True}, False, False),
         (of_128, {}, False, False),
         (BlockMask.from_indices(indices[:, :, :4, :1], seqlen_k=512), {}, False, False),
+        (BlockMask.from_indices(indices[:, :, :4, :1], seqlen_k=512), {"deterministic": True}, False, True),
         (BlockMask.from_blocks(visible[..., :5, :5], 100, seqlen_q=500, seqlen_k=500), {}, False, False),
     ]
     for mask, options, forward, backward in cases:

@@ -25,6 +25,7 @@ from flash_attn_cute.backends.cute.plan import (
     plan_backward,
     plan_bias_gradient,
     plan_forward,
+    stores_dS,
     takes_tiles,
 )
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
@@ -121,6 +122,10 @@ class CuteBackend:
             return self.is_supposed
         gpu = torch.cuda.get_device_properties(device)
         return (gpu.major, gpu.minor) in self.architecture.targets
+
+    def lists_halves(self, spec: AttentionSpec) -> bool:
+        """See ``Backend.lists_halves``."""
+        return stores_dS(self.architecture, spec)
 
     def num_sms(self, device: torch.device) -> int:
         """SMs of a GPU that it is made for."""

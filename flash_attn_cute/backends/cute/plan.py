@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flash_attn_cute.backends.packing import needs_intervals
 from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
@@ -39,6 +40,9 @@ _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many s
 # Of dS in a workspace: 1 GB (``kernels.common.ds_cells``). With half of it the two kernels of a chunk take about 0.7 ms
 # at d = 128, of which the ends, when CTAs run out of tiles, are about 50 us.
 _CELLS = 1 << 17
+# Tenths of a mask of larger blocks than 64 that are visible at the most where dS is stored: behind it dQ is summed in
+# fixed point, as that takes as long at 26 % of 2 x 8k tokens, and less at 36 %.
+_TENTHS_STORED = 3
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -143,7 +147,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         half_blocks=spec.half_blocks,
-        half_columns=spec.half_columns > 0,
+        half_columns=spec.half_columns > 0 and spec.half_blocks,
         stored_ds=_chunks_of(spec, shapes) is not None,
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
@@ -319,15 +323,40 @@ class _Chunks(NamedTuple):
 
 
 def _chunks_of(spec: AttentionSpec, shapes: Shapes) -> _Chunks | None:
-    """Chunks of a call whose block mask is of blocks of 64 keys; None if it is none, or a head's dS has no room."""
+    """Chunks of a call whose block mask has half columns, in which dS is stored.
+
+    None if the mask has none, or dS of a head no room, or too many of its blocks may be visible, which are larger than
+    64.
+    """
     if not spec.half_columns or shapes.packed:
         return None
     lists_batch, lists_heads = shapes.scores.block_lists
     entries = shapes.scores.half_entries or spec.half_columns * lists_batch * lists_heads
+    blocks = lists_batch * lists_heads * -(-shapes.q[1] // 64) * -(-shapes.k[1] // 64)
+    if not spec.half_blocks and 10 * entries > _TENTHS_STORED * blocks:
+        return None
     heads_a_tile = math.gcd(spec.nheads // spec.nheads_k, _HEADS_A_TILE)
     most = entries * (shapes.q[0] * spec.nheads // (lists_batch * lists_heads))
     chunks = _Chunks(most, heads_a_tile * min(entries, spec.half_columns))
     return None if chunks.are_several and not chunks.most_heads else chunks
+
+
+def stores_dS(architecture: Architecture, spec: AttentionSpec) -> bool:
+    """Whether a backward pass stores dS of a mask of larger blocks than 64, if there is room and few are visible."""
+    if not spec.has_block_mask or spec.half_blocks:
+        return False
+    features = Features(
+        block_mask=True,
+        stored_ds=True,
+        deterministic=spec.deterministic,
+        bias=spec.has_bias,
+        packed=spec.packed,
+        intervals=needs_intervals(spec),
+    )
+    configure = architecture.passes["backward"].configure
+    config = configure(DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features, low_contention=spec.low_contention)
+    stores: bool = config.stores_dS
+    return stores
 
 
 def plan_bias_gradient(

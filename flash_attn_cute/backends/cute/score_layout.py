@@ -12,7 +12,6 @@ from flash_attn_cute.backends.packing import dense_has_fully_masked
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 NO_SCORES = ScoreLayout()
-_ENTRIES_STEP = 1 << 12  # of a block mask's, so that masks with nearly as many have one plan
 
 
 def num_sequences(inputs: AttentionInputs) -> int:
@@ -66,11 +65,16 @@ def score_layout(
 
 
 def half_entries(inputs: AttentionInputs) -> int:
-    """Blocks of 64 x 64 that a block mask of blocks of 64 keys lists, rounded up; 0 of other calls."""
+    """Blocks of 64 x 64 that a block mask's half columns list; 0 of other calls.
+
+    Rounded up by 1/32 at the most, so that masks with nearly as many have one plan.
+    """
     tables = inputs.block_mask
     if tables is None or tables.half_columns is None:
         return 0
-    return -(-max(1, len(tables.half_columns.entries)) // _ENTRIES_STEP) * _ENTRIES_STEP
+    num = max(1, len(tables.half_columns.entries))
+    step = 1 << max(0, num.bit_length() - 6)
+    return -(-num // step) * step
 
 
 def as_four(x: Tensor) -> tuple[int, ...]:

@@ -30,6 +30,10 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
+    def lists_halves(self, spec: AttentionSpec) -> bool:
+        """No: it reads rows of blocks alone."""
+        return False
+
     def is_made_for(self, device: torch.device) -> bool:
         """For none; it serves where others do not."""
         return False

@@ -61,7 +61,11 @@ class ForwardKernel(MainKernel):
     def __init__(self, config: Any, schedule: Schedule, swizzled: Callable[..., cute.ComposedLayout]):
         super().__init__(config, schedule, swizzled)
         self.row_tables = RowTables(config)
-        self.has_no_sO = config.features.wide or config.features.half_blocks
+        features = config.features
+        self.has_no_sO = features.wide or features.half_blocks
+        # Of the largest logits: those that do not follow from P are looked for among the scores.
+        self.keeps_max_P = features.max_logits and not features.caps_or_biases
+        self.keeps_max_logits = features.max_logits and features.caps_or_biases
 
     @cute.jit
     def __call__(self, a: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]

@@ -1,6 +1,7 @@
 """The largest logit of each head, softmax_scale * q . k: tiles raise it in global memory, in any order.
 
-A maximum does not depend on the order, so its bits are the same in every run.
+A maximum does not depend on the order, so its bits are the same in every run. Within a row it follows from the largest
+P, which a kernel computes anyway: ``row_max + log2(P)``. That is exact to the rounding of exp2 and log2.
 """
 
 import cutlass
@@ -8,15 +9,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import raise_signed, reduce_unsigned
+from flash_attn_cute.kernels.common.score import LN2
 
 
-def largest_bits(largest: Int32, low: Float32, high: Float32) -> Int32:
-    """The largest of three numbers, given one by its bits: right if it is not negative, else it is a negative one.
+def larger_P(largest: Int32, low: Float32, high: Float32) -> Int32:
+    """The bits of the largest of three numbers that are not negative, and so ordered like their bits.
 
-    Bits of float32 numbers are ordered like the numbers where the larger one is not negative. GPUs have one instruction
-    for three integers, and Hopper none for three float32 numbers.
+    Hopper has one instruction for three integers, and none for three float32 numbers.
     """
     return cutlass.max(cutlass.max(largest, low.bitcast(Int32)), high.bitcast(Int32))
+
+
+def logit_of(largest_P: Float32, row_max: Float32) -> Float32:
+    """The natural logit whose P is that, computed with ``row_max``, in base 2; -inf of a P of zero."""
+    return (row_max + cute.math.log2(largest_P, fastmath=True)) * LN2
 
 
 @cute.jit

@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
+from flash_attn_cute.kernels.common.max_logits import logit_of
 from flash_attn_cute.kernels.common.score import LN2, LOG2_E
 
 LARGE = 2.0**16  # of a row_max: up to it the rounding of its product with log2(e) is below 1 %, and cancels
@@ -34,20 +35,27 @@ class SoftmaxState:
     """The running row_max and row_sum of each of a thread's rows.
 
     ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive); -inf while the
-    row has no visible key.
+    row has no visible key. ``max_P``, if asked for, is a row's largest P, as if all had been computed with ``row_max``.
     """
 
-    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool):
+    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool, keeps_max_P: bool = False):
         self.num_rows = num_rows
         self.scale_log2 = scale_log2
         self.is_natural = is_natural
         self.row_max = cute.make_rmem_tensor(num_rows, Float32)
         self.row_sum = cute.make_rmem_tensor(num_rows, Float32)
+        self.max_P = cute.make_rmem_tensor(num_rows, Float32) if keeps_max_P else None
 
     def reset(self) -> None:
         """Resets the state of all rows, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        if self.max_P is not None:
+            self.max_P.fill(0.0)
+
+    def max_logit(self, r: int) -> Float32:
+        """The largest logit of a row, natural; -inf if no key of it is visible."""
+        return logit_of(self.max_P[r], self.row_max[r])
 
 
 @cute.jit

@@ -95,9 +95,6 @@ class ForwardSm100(ForwardKernel):
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
         self.commit = commit
-        # Of the largest logits: those that do not follow from P are looked for among the scores.
-        self.keeps_max_P = config.features.max_logits and not config.features.caps_or_biases
-        self.keeps_max_logits = config.features.max_logits and config.features.caps_or_biases
 
     def mmas(self) -> ForwardMmas:
         """See ``MainKernel``."""
@@ -503,7 +500,7 @@ class _Rows:
     def raise_max_logits(self, step: Int32) -> None:
         """Raises the largest logit of the tile's head to those of the rows."""
         tile = self.tile(step)
-        logit = self.softmax.max_logit() if self.max_logit is None else self.max_logit[0]
+        logit = self.softmax.max_logit(0) if self.max_logit is None else self.max_logit[0]
         is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
         logit = cutlass.select_(is_real, logit, -Float32.inf)
         raise_max_logit_by_warp(self.arguments.mMaxLogits, tile.head, logit)

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
-from flash_attn_cute.kernels.common.max_logits import largest_bits
-from flash_attn_cute.kernels.common.score import LN2, LOG2_E
+from flash_attn_cute.kernels.common.max_logits import larger_P
+from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
@@ -26,25 +26,11 @@ Scores = Callable[[], list[Float32]]
 
 
 class RowSoftmax(SoftmaxState):
-    """The state of a thread's row.
+    """The state of a thread's row."""
 
-    ``max_P``, if asked for, is the row's largest P, as if all had been computed with ``row_max``.
-    """
-
-    def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool, keeps_max_P: bool):
-        super().__init__(1, scale_log2, is_natural)
-        self.max_P = cute.make_rmem_tensor(1, Float32) if keeps_max_P else None
+    def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool, keeps_max_P: bool = False):
+        super().__init__(1, scale_log2, is_natural, keeps_max_P)
         self.polynomial_every = polynomial_every  # of so many pairs of P; 0: none
-
-    def reset(self) -> None:
-        """See ``SoftmaxState``."""
-        super().reset()
-        if self.max_P is not None:
-            self.max_P.fill(0.0)
-
-    def max_logit(self) -> Float32:
-        """The row's largest logit, natural: that of ``max_P``, to the rounding of exp2 and log2; -inf of a P of 0."""
-        return (self.row_max[0] + cute.math.log2(self.max_P[0], fastmath=True)) * LN2
 
     @cute.jit
     def step(
@@ -150,7 +136,7 @@ class RowSoftmax(SoftmaxState):
             P.append(pack(low, high, dtype))
             row_sum = cute.arch.add_packed_f32x2(row_sum, (low, high))
             if largest is not None:
-                largest = largest_bits(largest, low, high)
+                largest = larger_P(largest, low, high)
         return P, row_sum[0] + row_sum[1], largest
 
 

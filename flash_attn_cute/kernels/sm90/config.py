@@ -43,18 +43,6 @@ def _read_alike(features: Features) -> Features:
     return replace(features, uniform_bias=False) if features.strided_bias else features
 
 
-def _has_bias_row(features: Features, group: int) -> bool:
-    """See ``ForwardConfig.has_bias_row``."""
-    return features.uniform_bias and group == 1
-
-
-def _adds_to_bias(features: Features, group: int, tile_d: int) -> bool:
-    """See ``ForwardConfig.adds_to_bias``: where it was seen to win, by the larger tiles that it leaves room for."""
-    case = Case(without="left listed softcap max_logits")
-    has_larger = tile_d == 64 or (tile_d == 128 and features.right)
-    return _has_bias_row(features, group) and has_larger and case.fits(features)
-
-
 def bias_pitch(features: Features, columns: int) -> int:
     """Bytes of a row of a tile of the bias in shared memory; 0 without one, or if it does not come through it."""
     return pitch_of(columns, 4 if features.float32_bias else 2) if features.bias and not features.strided_bias else 0
@@ -82,20 +70,12 @@ class ForwardConfig(Sm90Config):
     @property
     def has_bias_row(self) -> bool:
         """Whether all rows of a tile share one row of the bias; it is float32 in shared memory (``load_row``)."""
-        return _has_bias_row(self.features, self.group)
-
-    @property
-    def adds_to_bias(self) -> bool:
-        """Whether products are added to that row, which is in the accumulators before and takes no registers.
-
-        Never with a softcap, which comes between them, nor with largest logits, which are products.
-        """
-        return _adds_to_bias(self.features, self.group, self.tile_d)
+        return self.features.uniform_bias and self.group == 1
 
     @property
     def bias_pitch(self) -> int:
         """Bytes of a row of a tile of the bias in shared memory; 0 without."""
-        return pitch_of(self.tile_n, 4) if self.has_bias_row else bias_pitch(self.features, self.tile_n)
+        return 4 * self.tile_n if self.has_bias_row else bias_pitch(self.features, self.tile_n)
 
     @property
     def bias_rows(self) -> int:
@@ -202,8 +182,7 @@ _FORWARD_TILES = (
     _ForwardTile(256, Case("block_mask"), 128, 64, 2),
     _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
     _ForwardTile(64, Case("bias"), 192, 96, 2),
-    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill, here and in the next two
-    _ForwardTile(64, Case("max_logits left"), 192, 96, 2),
+    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill, here and in the next one
     _ForwardTile(64, Case("max_logits softcap"), 192, 96, 2),
     _ForwardTile(64, Case(), 192, 128, 3),
     _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
@@ -214,9 +193,8 @@ _FORWARD_TILES = (
     _ForwardTile(128, Case("strided_bias"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
     _ForwardTile(128, Case("bias"), 128, 128, 2),
-    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills, here and in the next two
-    _ForwardTile(128, Case("max_logits left"), 128, 128, 2),
-    _ForwardTile(128, Case("max_logits softcap"), 128, 128, 2),
+    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
+    _ForwardTile(128, Case("max_logits"), 128, 128, 2),  # 2 to 3 % under a causal mask
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
     _ForwardTile(192, Case("strided_bias"), 128, 48, 2),
     _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
@@ -246,11 +224,8 @@ def forward_config(
     del queries, window
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
-    needs = _read_alike(features.of_pass("forward"))
-    if _adds_to_bias(needs, group, tile_d):
-        features = replace(features, bias=False, float32_bias=False)  # tiles are those without one
     tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
-    features = replace(needs, half_blocks="half_blocks" in tile.case.needs)
+    features = replace(_read_alike(features.of_pass("forward")), half_blocks="half_blocks" in tile.case.needs)
     return ForwardConfig(
         dtype=dtype,
         tile_d=tile_d,
@@ -444,10 +419,11 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 
 @dataclass(frozen=True)
 class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
-    """Masks of blocks of 64 of which dS has room in the workspace: another kernel multiplies it by K.
+    """Block masks of which dS has room in the workspace: another kernel multiplies it by K.
 
-    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For
-    d = 128 alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
+    Masks of blocks of 64 have it, and in deterministic passes those of larger blocks of which few are visible. Nothing
+    is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For d = 128
+    alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
     """
 
     stores_dS: ClassVar[bool] = True
@@ -486,11 +462,13 @@ class _BackwardTile(NamedTuple):
 # Every query attends to every key; only variants that have been timed.
 _FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic")
 _FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
+_FULL_GROUPED_IN_ORDER = Case("grouped deterministic", without="right left softcap bias mask block_mask packed wide")
 _LONG = 8192  # keys of a sequence, from which on full masks at d = 128 have a row of their own
 
 # d = 128: blocks of 80 queries read K and V a fifth less often, but leave room for one K alone, so that tiles do not
-# overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100, those of grouped heads over 8k and 32k
-# keys 5 and 1 % on an H200. Ungrouped ones over 2k and 4k keys are 6 % slower. Causal passes gain nothing.
+# overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100. On an H200 those of grouped heads are 5
+# and 1 % faster over 8k and 32k keys, and in order 1 to 3.5 % over 4k and 8k. Ungrouped ones over 2k and 4k keys are
+# 6 % slower. Causal passes gain nothing.
 # d = 64: with dV in halves full masks are 3 to 8 % faster on an H200, 8k causal 2 % slower. The bits are the same.
 
 # 64 columns of K are 1 to 2.5 % faster where they spill nothing; a windowed d = 128 has the registers, but is slower.
@@ -510,12 +488,13 @@ _BACKWARD_TILES = (
     _BackwardTile(128, Case("uniform_bias"), 64, 16, True),
     _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
     _BackwardTile(128, _FULL, 80, 16, True, least_keys=_LONG),
+    _BackwardTile(128, _FULL_GROUPED_IN_ORDER, 80, 16, True, least_keys=_LONG // 2),
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
 
 
-_HALF_BLOCKS = Case("half_columns", without="bias intervals packed")
+_MAY_HAVE_HALVES = Case("block_mask", without="bias intervals packed")  # tiles of 64 keys
 
 
 # Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
@@ -640,13 +619,14 @@ def backward_config(
     registers = (40, 232) if is_busy else row.registers
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
-    if _HALF_BLOCKS.fits(features) and (fixed_point or not in_order):
+    if _MAY_HAVE_HALVES.fits(features) and (fixed_point or (features.half_columns and not in_order)):
         if features.stored_ds and tile_d == 128:
             # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
-            columns_K = 16 if features.softcap else 32
+            columns_K, features = 16 if features.softcap else 32, replace(features, half_columns=True)
             return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
-        features = replace(features, stored_ds=False)
-        return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
+        if features.half_columns:
+            features = replace(features, stored_ds=False)
+            return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
     features = replace(features, half_columns=False, stored_ds=False)
     return BackwardCtaConfig(
         dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point, row.halves_dV

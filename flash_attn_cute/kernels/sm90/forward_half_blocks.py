@@ -80,7 +80,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         while working:
             work.acc_O.fill(0.0)
             work.softmax.reset()
-            if const_expr(self.config.features.max_logits):
+            if const_expr(self.keeps_max_logits):
                 work.max_logits.fill(-Float32.inf)
             if stage >= 0:
                 number = self._mainloop_of_steps(work, number, stage, phase, first, second)
@@ -188,7 +188,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
     ) -> None:
         """Computes P from S: largest logits, softcap, mask, softmax."""
         hides = first & second != FULL
-        if const_expr(self.config.features.max_logits):
+        if const_expr(self.keeps_max_logits):
             scale = work.arguments.numbers.softmax_scale
             if hides:
                 hide_half_blocks(work.acc_S, words, hidden(scale))

@@ -152,11 +152,9 @@ class SelectionSm90(ItemKernel):
         """Raises the largest logits of the heads of this thread's rows, which are the same in all tiles."""
         a, group = work.arguments, self.config.group
         first_head = SelectedUnit.of(self.config, a, work.unit_idx).number * group
-        scale = a.numbers.softmax_scale
-        factor = cute.arch.fmax(scale, -scale) if const_expr(self.config.features.softcap) else LN2
         if const_expr(group == 1):
             largest = cute.arch.fmax(work.max_logits[0], work.max_logits[1])
-            raise_max_logit_by_warp(a.mMaxLogits, first_head, largest * factor)
+            raise_max_logit_by_warp(a.mMaxLogits, first_head, largest)
         else:
             for r in cutlass.range_constexpr(2):
                 logit = work.max_logits[r]
@@ -164,7 +162,7 @@ class SelectionSm90(ItemKernel):
                     logit = cute.arch.fmax(logit, cute.arch.shuffle_sync_bfly(logit, lanes))
                 if work.thread % 4 == 0:
                     head = first_head + rows_and_columns(work.cS)[r, 0][0] % group
-                    raise_max_logit(a.mMaxLogits, head, logit * factor)
+                    raise_max_logit(a.mMaxLogits, head, logit)
 
     def _work(
         self,
@@ -236,7 +234,7 @@ class SelectionSm90(ItemKernel):
         work.softmax.step(acc_S, work.rP, acc_O, True)
         if const_expr(c.features.max_logits and not c.features.softcap):  # else row_max is of capped scores
             for r in cutlass.range_constexpr(2):
-                work.max_logits[r] = cute.arch.fmax(work.max_logits[r], work.softmax.row_max[r])
+                work.max_logits[r] = cute.arch.fmax(work.max_logits[r], work.softmax.row_max[r] * LN2)
         shared.v_ring.wait_full(Int32(0))  # from warp 0
         gemm(work.mmas.O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
         warpgroup.wait_group(0)
@@ -292,7 +290,7 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
-    max_logits: cute.Tensor | None  # the largest products (with a softcap), or row_max, of this thread's rows
+    max_logits: cute.Tensor | None  # of the heads of this thread's rows, over the item
     scales: ScoreScales
     shared: _Shared
     tO: RowTiles

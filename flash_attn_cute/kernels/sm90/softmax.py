@@ -8,7 +8,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
-from flash_attn_cute.kernels.common.score import LN2, LOG2_E
+from flash_attn_cute.kernels.common.max_logits import larger_P
+from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -16,36 +17,27 @@ from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 class OnlineSoftmax(SoftmaxState):
     """The state of a thread's rows, each of which four neighbouring lanes share.
 
-    They have the same ``row_max``. ``row_sum`` is of this thread's part of a row.
+    They have the same ``row_max``. ``row_sum`` and ``max_P`` are of this thread's part of a row.
     """
 
     @cute.jit
-    def step(
-        self,
-        acc_S: cute.Tensor,
-        rP: cute.Tensor,
-        acc_O: cute.Tensor,
-        is_first: cutlass.Constexpr,
-        reference: Float32 | None = None,
-    ) -> None:
-        """Computes P of a block, rounded into rP, and rescales O where row_max has changed.
-
-        With a ``reference`` natural scores are that, added to the products of ``acc_S`` times the scale.
-        """
+    def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
+        """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
+        max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
         scores = [acc_S[i] for i in range(cute.size(acc_S))]
         if const_expr(is_first):
-            self._raise_max_and_compute_P(scores, rP, sums, reference, None)
+            self._raise_max_and_compute_P(scores, rP, sums, max_P, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(scores, rP, sums, reference, self.row_max, in_advance=True)
+            self._compute_P(scores, rP, sums, max_P, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 first_sums = [sums[r] for r in range(self.num_rows)]
-                corrections = self._raise_max_and_compute_P(scores, rP, sums, reference, first_sums)
+                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -53,6 +45,8 @@ class OnlineSoftmax(SoftmaxState):
                         out[r, c] = out[r, c] * correction
         for r in cutlass.range_constexpr(self.num_rows):
             self.row_sum[r] += sums[r]
+            if const_expr(self.max_P is not None):
+                self.max_P[r] = max_P[r]
 
     @cute.jit
     def _raise_max_and_compute_P(
@@ -60,7 +54,7 @@ class OnlineSoftmax(SoftmaxState):
         scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
-        reference: Float32 | None,
+        max_P: cute.Tensor | None,
         first_sums: list[Float32] | None,
     ) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
@@ -75,16 +69,12 @@ class OnlineSoftmax(SoftmaxState):
             if const_expr(first_sums is not None):
                 fits = self._of_row(first_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
-            if const_expr(reference is not None):
-                factor = self.scale_log2 * LN2
             own = [x for i, x in enumerate(scores) if i // 2 % self.num_rows == r]
             peak = own[0] * factor
             for x in own[1:]:
                 peak = cute.arch.fmax(peak, x * factor)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
-            if const_expr(reference is not None):
-                peak += reference
             row_max = cute.arch.fmax(self.row_max[r], peak)
             row_max = self.row_max[r] if fits else row_max
             # A row that still has no visible key gets P = exp2(-inf - 0).
@@ -92,7 +82,9 @@ class OnlineSoftmax(SoftmaxState):
             corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._compute_P(scores, rP, sums, reference, shifts, in_advance=False)
+            if const_expr(self.max_P is not None):
+                self.max_P[r] *= corrections[r]
+        self._compute_P(scores, rP, sums, max_P, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -106,11 +98,13 @@ class OnlineSoftmax(SoftmaxState):
         scores: list[Float32],
         rP: cute.Tensor,
         sums: cute.Tensor,
-        reference: Float32 | None,
+        max_P: cute.Tensor | None,
         shifts: cute.Tensor,
         in_advance: cutlass.Constexpr,
     ) -> None:
         """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
+
+        ``max_P``, if given, becomes what is largest of it and of the P of the blocks before.
 
         The additions are explicitly fused: P of a row has the same bits however often it is computed with the same
         shift.
@@ -118,7 +112,6 @@ class OnlineSoftmax(SoftmaxState):
         packed = cute.recast_tensor(rP, Int32)
         shift = [shifts[r] for r in range(self.num_rows)]
         first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
-        before, scale = None, [self.scale_log2] * self.num_rows  # factors of products before that, and before the rest
         if const_expr(self.is_natural):
             is_large = [cute.arch.fmax(x, -x) > LARGE for x in shift]
             if const_expr(in_advance):  # NaN: no sum that fits
@@ -126,32 +119,29 @@ class OnlineSoftmax(SoftmaxState):
             else:
                 first = [cutlass.select_(is_large[r], shift[r], first[r]) for r in range(self.num_rows)]
                 rest = [cutlass.select_(is_large[r], Float32(0.0), shift[r]) for r in range(self.num_rows)]
-            if const_expr(reference is not None):
-                rest = [x - reference for x in rest]
-            if const_expr(reference is not None and not in_advance):  # it is a score that is large, not a product
-                zero, one = Float32(0.0), Float32(1.0)
-                first = [cutlass.select_(is_large[r], reference - first[r], zero) for r in range(self.num_rows)]
-                rest = [cutlass.select_(is_large[r], zero, rest[r]) for r in range(self.num_rows)]
-                before = [cutlass.select_(large, self.scale_log2 * LN2, one) for large in is_large]
-                scale = [cutlass.select_(large, Float32(LOG2_E), self.scale_log2) for large in is_large]
             shift = [x * LOG2_E for x in rest]
         shift = [-x for x in shift]
         subtracts = self.is_natural and not in_advance
+        if const_expr(max_P is not None):
+            largest = [self.max_P[r].bitcast(Int32) for r in range(self.num_rows)]
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows
-            pair = []
-            for x in scores[2 * i : 2 * i + 2]:
-                if const_expr(before is not None):
-                    x = fma(x, before[r], first[r])
-                elif const_expr(subtracts):
-                    x = x - first[r]
-                pair.append(cute.math.exp2(fma(x, scale[r], shift[r]), fastmath=True))
-            low, high = pair
+            low, high = (
+                cute.math.exp2(
+                    fma(scores[2 * i + j] - first[r] if subtracts else scores[2 * i + j], self.scale_log2, shift[r]),
+                    fastmath=True,
+                )
+                for j in range(2)
+            )
             packed[i] = pack(low, high, rP.element_type)
             total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
+            if const_expr(max_P is not None):
+                largest[r] = larger_P(largest[r], low, high)
         for r in cutlass.range_constexpr(self.num_rows):
             sums[r] = total[r]
+            if const_expr(max_P is not None):
+                max_P[r] = largest[r].bitcast(Float32)
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:

@@ -60,7 +60,7 @@ def execute(
     call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, wide: bool = False
 ) -> dict[str, Tensor]:
     """The gradients of a call, from the results of its forward pass in float64."""
-    inputs, spec = as_given(call, backward=True, deterministic=backend.deterministic)
+    inputs, spec = as_given(call, backward=True, deterministic=backend.deterministic, backend=backend)
     spec = spec._replace(wide=wide)
     with torch.no_grad():
         out = oracle.attention(call.to(call.q.dtype))[0].detach()
