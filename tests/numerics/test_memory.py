@@ -83,7 +83,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
         # Every key for every query; the scores alone would be 0.27e9.
         pytest.param(8_192, {"softcap": 20.0}, 0.13e9, marks=pytest.mark.slow),
         (16_384, {"selection": (64, 4)}, 0.15e9),  # a mask of all pairs would be 0.27e9 in bool
-        (32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9),  # the scores alone would be 0.27e9
+        # The scores alone would be 0.27e9.
+        pytest.param(32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9, marks=pytest.mark.slow),
     ],
     ids=["fused", "window", "softcap", "selection", "multi-query"],
 )
@@ -92,9 +93,8 @@ def test_linear_memory(total: int, options: dict[str, object], limit: float, tmp
 
 
 @linux
-@pytest.mark.parametrize(
-    "mask", ["causal", pytest.param("padding", marks=pytest.mark.slow), pytest.param("added", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "padding", "added"])
 def test_sdpa_makes_no_quadratic_mask(mask: str, tmp_path: Path) -> None:
     """A mask of 2 x 8192 queries would be 0.13e9 in bool, also where fewer keys than queries leave no square."""
     assert 0 < grown(tmp_path, SDPA, mask) < 0.17e9

@@ -280,7 +280,7 @@ def test_autocast_of_low_precision(device: str) -> None:
         assert flash_attn_func(q, q, q, learnable_sink=sink).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scores", [False, True], ids=["plain", "bias"])
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_compile_with_a_bound_from_data(scores: bool, backend: str) -> None:
