@@ -60,7 +60,9 @@ CONFIGS = {
     "d64-float32-bias-mask": config(64, mask=True, bias=True, float32_bias=True, **MASKED),
     "d128-strided-bias": config(128, bias=True, strided_bias=True, packed=True),
     **{f"d{d}-row-of-a-bias": config(d, bias=True, uniform_bias=True, float32_bias=True) for d in HEAD_DIMS},
-    "d128-row-of-a-bias-causal": config(128, bias=True, uniform_bias=True, right=True),
+    **{f"d{d}-row-of-a-bias-causal": config(d, bias=True, uniform_bias=True, right=True) for d in (64, 128)},
+    "d64-row-of-a-bias-window": config(64, bias=True, uniform_bias=True, left=True, right=True),
+    "d128-row-of-a-bias-softcap": config(128, bias=True, uniform_bias=True, float32_bias=True, softcap=True),
     "d64-row-of-a-bias-mask": config(64, mask=True, bias=True, uniform_bias=True, **MASKED),
     "d128-row-of-a-mask": config(128, mask=True, uniform_mask=True),
     **{f"d{d}-block-mask": config(d, block_mask=True) for d in HEAD_DIMS},
@@ -94,13 +96,20 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("float32_bias", [False, True])
 def test_a_row_of_a_bias_leaves_ctas_persistent(float32_bias: bool, right: bool) -> None:
-    """It has two stages beside the tiles, whatever its dtype, and takes none of their room."""
+    """It has two stages beside the tiles, whatever its dtype, and takes none of their room.
+
+    Where products are added to it, tiles are those of calls without it.
+    """
     for d in HEAD_DIMS:
         chosen = config(d, bias=True, uniform_bias=True, float32_bias=float32_bias, right=right)
         same_tiles = dataclasses.replace(chosen, features=Features(right=right))
         assert chosen.persistent == same_tiles.persistent
         assert chosen.persistent or d > 128
         assert chosen.bias_stages == 2
+        assert chosen.adds_to_bias == (d == 64 or (d == 128 and right))
+        if chosen.adds_to_bias:
+            plain = config(d, right=right)
+            assert (chosen.tile_m, chosen.tile_n, chosen.stages) == (plain.tile_m, plain.tile_n, plain.stages)
         assert forward_schedule(chosen).num_bytes <= 227 * 1024
 
 

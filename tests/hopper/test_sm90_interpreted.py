@@ -2,10 +2,12 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
@@ -34,6 +36,13 @@ MAX_LOGITS: dict[str, dict[str, Any]] = {
     "mask": {"mask": (1, 1)},
     "bias": {"bias": (1, 1), "causal": True},
 }
+LOWEST = torch.finfo(torch.float32).min
+EXTREME_ROWS: dict[str, Callable[[int], Tensor]] = {
+    "lowest-suffix": lambda keys: torch.where(torch.arange(keys) < 120, torch.zeros(keys), LOWEST),
+    "large": lambda keys: torch.full((keys,), -1e9),
+    "hidden-suffix": lambda keys: torch.where(torch.arange(keys) < 120, torch.randn(keys), -torch.inf),
+    "steep": lambda keys: torch.arange(keys) * 150.0,
+}
 BACKWARD: dict[str, dict[str, Any]] = {
     "d64": {},
     "d128-packed": {"head_dim": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
@@ -61,6 +70,12 @@ def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
     return random_call(queries, keys, **given | options)
 
 
+def with_row(bias: Tensor) -> Call:
+    """A call with one head of queries, and a number for each key that is added to its scores."""
+    call = drawn([100], [len(bias)], bias=(1, 0, 0, 1), nheads=1)
+    return dataclasses.replace(call, bias=bias.view(1, 1, 1, -1))
+
+
 def with_blocks(call: Call, size: int) -> Call:
     """The call with a mask of random blocks of so many queries and keys, some of which are fully masked."""
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
@@ -80,6 +95,24 @@ def test_forward(options: dict[str, Any]) -> None:
 def test_forward_with_a_mask(seqlen_k: int) -> None:
     call = drawn([130], [seqlen_k], head_dim=128, mask=(1, 1), causal=True)
     forward.check(call, random.Random(0), capability=H100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS)
+def test_extreme_rows_of_a_bias(row: Callable[[int], Tensor]) -> None:
+    """Blocks whose largest elements are huge, infinite, or far from those of other blocks."""
+    forward.check(with_row(row(300)), random.Random(0), capability=H100)
+
+
+@pytest.mark.slow
+def test_a_row_of_a_bias_that_is_the_lowest_number() -> None:
+    """It hides nothing, though in the unit of products it is out of range: out is the mean of the values."""
+    call = with_row(torch.full((300,), LOWEST))
+    out, lse = forward.execute(call, random.Random(0), capability=H100)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(
+        out.float(), call.v.float().mean(1, keepdim=True).expand(out.shape), atol=1e-3, rtol=1e-2
+    )
 
 
 @pytest.mark.slow

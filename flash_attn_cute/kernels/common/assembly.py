@@ -80,6 +80,12 @@ def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-
 
 
 @dsl_user_op
+def copied(x: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """The number in another register, from here on: the compiler would copy it where the copy is used."""
+    return Float32(_assembly(T.f32(), [x], "mov.b32 $0, $1;", "=f,f", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def bit_mask(start: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
     """Word with bits start .. start + count set, clipped to 32 bits. Neither argument is negative."""
     operands = [Int32(start), Int32(count)]

@@ -8,7 +8,9 @@ memory that the tensor has a part of.
 Padding rows and columns behind the last key are not copied; their places hold arbitrary numbers.
 
 A bias that all queries share can come as float32 instead, a row that begins with its first column (``load_row``): then
-readers convert nothing, and read two columns at a time whatever the alignment in global memory.
+readers convert nothing, and read two columns at a time whatever the alignment in global memory. If products are added
+to it, it is in their unit, and relative to the reference, a number near its block's largest element. So the sums round
+as products do.
 """
 
 from dataclasses import dataclass
@@ -23,9 +25,11 @@ from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.softmax import LARGE
 from flash_attn_cute.kernels.common.storage import SharedMemory
 
 VECTOR = 16  # bytes
+_LARGEST = 3.4028234663852886e38  # of float32
 _THREADS_A_ROW = 8
 
 
@@ -122,26 +126,66 @@ class SharedBias:
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
     @cute.jit
-    def load_row(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
-        """Loads the row of a bias that all queries share, as float32, by all loading threads; zeros behind its end."""
+    def load_row(
+        self,
+        step: Int32,
+        rows: RowsOfScores,
+        first_column: Int32,
+        num_columns: Int32,
+        softmax_scale: Float32 | None,
+        thread: Int32,
+    ) -> None:
+        """Loads the row of a bias that all queries share, as float32, by all loading threads.
+
+        With a scale, elements are (bias - reference) / softmax_scale, and the reference follows the block's last. A
+        finite bias stays finite, if need be as float32's largest number. Elements behind the last key are arbitrary.
+
+        Args:
+            step: counts what has been in the stages.
+            rows: of the CTA's tile.
+            first_column: of the block.
+            num_columns: of the block, which the sequence has.
+            softmax_scale: not 0; None if products are not added to the row.
+            thread: among those that load.
+        """
         gRow = rows.of(self.tensors.of_sequence(self.tensors.bias, rows.q, rows.batch), Int32(0))
         sRow = self.shared_row(step)
-        columns = cute.size(sRow)
-        elements = cute.make_rmem_tensor(-(-columns // self.threads), Float32)
+        columns, warps = cute.size(sRow) - VECTOR // 4, self.threads // 32
+        lane, warp = thread % 32, thread // 32
+        elements = cute.make_rmem_tensor(-(-columns // 32), Float32)  # each warp reads all of them, and stores a part
         for i in cutlass.range_constexpr(cute.size(elements)):
-            column = i * self.threads + thread
-            elements[i] = Float32(0.0)
-            if column < num_columns:
-                elements[i] = gRow[first_column + column].to(Float32)
+            elements[i] = -Float32.inf
+            if 32 * i + lane < num_columns:
+                elements[i] = gRow[first_column + 32 * i + lane].to(Float32)
+        reference = Float32(0.0)
+        if const_expr(softmax_scale is not None):
+            reference = self._relate(elements, softmax_scale)
         self.ring.wait_empty(step)  # from the mma warps
         for i in cutlass.range_constexpr(cute.size(elements)):
-            column = i * self.threads + thread
-            if column < columns:
-                sRow[column] = elements[i]
+            if 32 * i + lane < columns and i % warps == warp:
+                sRow[32 * i + lane] = elements[i]
+        if thread == 0:
+            sRow[columns] = reference
         cute.arch.mbarrier_arrive(self.ring.full(step))  # to the mma warps
 
+    def _relate(self, elements: cute.Tensor, softmax_scale: Float32) -> Float32:
+        """Makes elements of a bias, which a warp has, relative to a number and products; returns the number."""
+        largest = elements[0]
+        for i in range(1, cute.size(elements)):
+            largest = cute.arch.fmax(largest, elements[i])
+        largest = cute.arch.warp_reduction_max(largest)
+        # A huge one is a mask more likely than a bias; what it is subtracted from would lose all of its bits.
+        reference = cutlass.select_(cute.arch.fmax(largest, -largest) <= LARGE, largest, Float32(0.0))
+        factor = 1.0 / softmax_scale
+        for i in range(cute.size(elements)):
+            is_finite = cute.arch.fmax(elements[i], -elements[i]) < Float32.inf
+            scaled = (elements[i] - reference) * factor
+            clipped = cutlass.min(cutlass.max(scaled, -_LARGEST), _LARGEST)  # a finite bias hides nothing
+            elements[i] = cutlass.select_(is_finite, clipped, scaled)
+        return reference
+
     def shared_row(self, step: Int32) -> cute.Tensor:
-        """The float32 row of a step, which ``load_row`` stores: (column,)."""
+        """The float32 row of a step, which ``load_row`` stores: (column,), and the reference behind the block's."""
         pointer = cute.make_ptr(Float32, self._tile(step), cute.AddressSpace.smem, assumed_align=VECTOR)
         return cute.make_tensor(pointer, cute.make_layout(self.pitch // 4))
 

@@ -16,6 +16,9 @@ Masks of windows and sequence ends are applied only in blocks that an edge can c
 before this one make from the mask, or which a block mask brings. With K of a block, warp 0 publishes the block's index
 and the place of the bits that mask its scores.
 
+Where a configuration ``adds_to_bias``, a row of a bias that all queries share is in the accumulators before the
+products. It takes neither registers nor additions there, so that tiles are as large as without it.
+
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
 zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
@@ -40,7 +43,7 @@ from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMm
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.score import ScoreScales, hidden
+from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
@@ -59,6 +62,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     add_bias,
     add_bias_rows,
     cap,
+    fill_with_bias_row,
     hide,
     hide_by_bits,
     load_row_interval,
@@ -116,7 +120,7 @@ class ForwardSm90(ForwardKernel):
                 self.transfers.producer(arguments, tables, tma, shared)
             if const_expr(c.bias_pitch):
                 if warp_idx > 0:
-                    self.transfers.bias_producer(tables, shared)
+                    self.transfers.bias_producer(arguments, tables, shared)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             self.mma(self._work(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales))
@@ -157,6 +161,7 @@ class ForwardSm90(ForwardKernel):
         if working and num_blocks > 0:
             self._receive_Q(work, tile_state.index)
             shared.pipe_K.consumer_wait(k_state)
+            self._fill_S(work, k_state.count)
             self._start_S(work, tile_state.index, k_state.index)
             warpgroup.wait_group(0)
             shared.pipe_K.consumer_release(k_state)
@@ -179,6 +184,7 @@ class ForwardSm90(ForwardKernel):
                 if following > 0:
                     self._receive_Q(work, tile_state.index)
                     shared.pipe_K.consumer_wait(k_state)
+                    self._fill_S(work, k_state.count)
             if num_blocks > 0:
                 shared.pipe_V.consumer_wait(v_state)
                 if following > 0:
@@ -225,6 +231,8 @@ class ForwardSm90(ForwardKernel):
         whole_S, whole_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
+        if const_expr(c.adds_to_bias):  # scores are products times a factor, from the accumulators on
+            scales = scales._replace(log2=scales.bias * LOG2_E)
         if const_expr(c.q_in_registers):
             tSrQ = cute.make_rmem_tensor(slice_S.partition_shape_A((64, c.tile_d)), self.dtype)
         else:
@@ -244,6 +252,7 @@ class ForwardSm90(ForwardKernel):
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
             softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
             max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
+            reference=cute.make_rmem_tensor(1, Float32) if c.adds_to_bias else None,
             scales=scales,
             shared=shared,
             tO=tO,
@@ -321,6 +330,7 @@ class ForwardSm90(ForwardKernel):
         if const_expr(entry is None):
             entry = self._read_entry(work, v_state.count + 1)
         bias_row = self._read_bias_row(work, v_state.count + 1)
+        self._fill_S(work, v_state.count + 1)
         self._acquire_tensor_cores(work)
         self._start_S(work, stage, k_state.index)
         shared.pipe_V.consumer_wait(v_state)
@@ -334,11 +344,17 @@ class ForwardSm90(ForwardKernel):
 
     @cute.jit
     def _read_bias_row(self, work: "_Work", step: Int32) -> cute.Tensor | None:
-        """A step's row of a bias that all queries share, read before the scores are there; None without one."""
+        """A step's row of a bias, to be added to the products, read before these are there; None without one."""
         bias = None
-        if const_expr(self.config.has_bias_row):
+        if const_expr(self.config.has_bias_row and not self.config.adds_to_bias):
             bias = read_bias_row(work.shared.bias, step, work.cS)
         return bias
+
+    @cute.jit
+    def _fill_S(self, work: "_Work", step: Int32) -> None:
+        """Puts a step's row of a bias into the accumulators, where products are added to it."""
+        if const_expr(self.config.adds_to_bias):
+            work.reference[0] = fill_with_bias_row(work.acc_S, work.shared.bias, step, work.cS)
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
@@ -351,10 +367,10 @@ class ForwardSm90(ForwardKernel):
 
     @cute.jit
     def _start_S(self, work: "_Work", stage: Int32, k_stage: Int32) -> None:
-        """S = Q K^T, in flight on return."""
+        """S = Q K^T, or S += Q K^T where a bias is in S (``_fill_S``); in flight on return."""
         tSrQ = work.tSrQ if const_expr(self.config.q_in_registers) else work.tSrQ[None, None, None, stage]
         mma = cute.make_mma_atom(work.mmas.S.op)
-        mma.set(warpgroup.Field.ACCUMULATE, False)
+        mma.set(warpgroup.Field.ACCUMULATE, self.config.adds_to_bias)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
             cute.gemm(mma, work.acc_S, tSrQ[None, None, k], work.tSrK[None, None, k, k_stage], work.acc_S)
@@ -392,18 +408,19 @@ class ForwardSm90(ForwardKernel):
             raise_logits(work.max_logits, work.acc_S, scale)
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
-        place = None
-        if const_expr(edges.left or edges.right or c.features.bias):
+        place, reference = None, work.reference[0] if const_expr(c.adds_to_bias) else None
+        adds_bias = c.features.bias and not c.adds_to_bias
+        if const_expr(edges.left or edges.right or adds_bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])
             place = self._place(work, tile, entry)
-            if const_expr(c.has_bias_row):
+            if const_expr(c.has_bias_row and adds_bias):
                 add_bias(work.acc_S, work.scales, lambda row, column: bias_row[column])
-            elif const_expr(c.features.bias):
+            elif const_expr(adds_bias):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
                 clips = edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
         self._hide(work, entry, place, edges, work.scales.log2, seen)
-        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
+        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first, reference)
 
     def _place(self, work: "_Work", tile: QueryTile, entry: Entry) -> Place:
         """Where a block's scores are."""
@@ -539,6 +556,7 @@ class _Work:
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P
+    reference: cute.Tensor | None  # of the bias row that a step's products are added to
     scales: ScoreScales
     shared: Any  # ``Shared``, or a kernel's of its own
     tO: RowTiles | None

@@ -58,9 +58,11 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
         Step("bias", "bias.empty", "loads the bias of block n", "bias.full"),
     )
     # A row of a bias is few registers: it is read while the tensor cores are others', ahead of the scores.
-    read_row = [Step("mma", "bias.full", "reads the bias row of block n into registers", "bias.empty")]
+    becomes = "+=" if c.adds_to_bias else "="
+    place = "the accumulators of S(n)" if c.adds_to_bias else "registers"
+    read_row = [Step("mma", "bias.full", f"reads the bias row of block n into {place}", "bias.empty")]
     add_bias = [Step("mma", "bias.full", "adds the bias to S(n)", "bias.empty")]
-    add_row = [Step("mma", "", "adds the bias row to S(n)")]
+    add_row = [] if c.adds_to_bias else [Step("mma", "", "adds the bias row to S(n)")]
     early, late = (read_row, add_row) if c.has_bias_row else ([], add_bias if has_bias else [])
     done = (mma.per_warp(), bias.per_warp()) if has_bias else (mma.per_warp(),)
     return Schedule(
@@ -85,7 +87,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
             Step("producer", "v.empty", "loads V(n)", "v.full"),
             *(of_bias if has_bias else ()),
             *early,
-            Step("mma", "k.full, its turn at the tensor cores", "issues S(n) = Q K(n)'"),
+            Step("mma", "k.full, its turn at the tensor cores", f"issues S(n) {becomes} Q K(n)'"),
             Step("mma", "v.full", "issues O += P(n+1) V(n+1)", "the next warpgroup's turn"),
             Step("mma", "S(n) complete", "releases K(n)", "k.empty"),
             Step("mma", "O complete", "releases V(n+1)", "v.empty"),

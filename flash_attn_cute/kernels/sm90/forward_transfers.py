@@ -80,7 +80,7 @@ class Transfers:
         return block, code
 
     @cute.jit
-    def bias_producer(self, tables: Tables | None, shared: Shared) -> None:
+    def bias_producer(self, a: ForwardArguments, tables: Tables | None, shared: Shared) -> None:
         """Warps 1 to 3: load the tiles of the bias that go with the blocks of keys."""
         c, thread = self.config, cute.arch.thread_idx()[0] - 32
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
@@ -101,7 +101,8 @@ class Transfers:
                     if const_expr(c.blocks_an_entry > 1):  # a part may have none: not a vector is copied
                         num_columns = num_columns if num_columns > 0 else Int32(-c.tile_n)
                     if const_expr(c.has_bias_row):
-                        shared.bias.load_row(step, rows, first_column, num_columns, thread)
+                        scale = a.numbers.softmax_scale if const_expr(c.adds_to_bias) else None
+                        shared.bias.load_row(step, rows, first_column, num_columns, scale, thread)
                     else:
                         shared.bias.load(step, rows, first_column, num_columns, thread)
                     step += 1

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
+from flash_attn_cute.kernels.common.assembly import copied, fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, probability, visible_columns
 from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores, SharedBias
@@ -153,6 +153,31 @@ def add_bias_rows(
     add_bias(acc_S, scales, bias_elements(shared, step, rows, place, first_row, rows_and_columns(cS), clips_columns))
     if const_expr(shared.pitch):
         shared.ring.release(step)  # to those who load
+
+
+@cute.jit
+def fill_with_bias_row(acc_S: cute.Tensor, shared: SharedBias, step: Int32, cS: cute.Tensor) -> Float32:
+    """Puts a row of a bias that all queries share into the accumulators, for products to be added to it.
+
+    Releases its stage, and returns its reference.
+
+    Args:
+        acc_S: a warpgroup's accumulators.
+        shared: the bias, as ``load_row`` leaves it with a scale.
+        step: counts what has been in its stages.
+        cS: (row, column) coordinates of the accumulators.
+    """
+    accumulators, first_column = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
+    shared.ring.wait_full(step)  # from those who load
+    row, pair = shared.shared_row(step), cute.make_rmem_tensor(2, Float32)
+    for c in cutlass.range_constexpr(0, cute.size(accumulators, mode=[1]), 2):
+        cute.autovec_copy(cute.local_tile(row, (2,), (first_column // 2 + 2 * c,)), pair)
+        accumulators[0, c], accumulators[0, c + 1] = pair[0], pair[1]
+        for r in cutlass.range_constexpr(1, cute.size(accumulators, mode=[0])):  # ahead of the products' fence
+            accumulators[r, c], accumulators[r, c + 1] = copied(pair[0]), copied(pair[1])
+    reference = row[4 * cute.size(accumulators, mode=[1])]
+    shared.ring.release(step)  # to those who load
+    return reference
 
 
 @cute.jit

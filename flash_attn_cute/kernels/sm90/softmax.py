@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
 from flash_attn_cute.kernels.common.max_logits import larger_P
-from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.common.score import LN2, LOG2_E
 from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -21,23 +21,33 @@ class OnlineSoftmax(SoftmaxState):
     """
 
     @cute.jit
-    def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
-        """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
+    def step(
+        self,
+        acc_S: cute.Tensor,
+        rP: cute.Tensor,
+        acc_O: cute.Tensor,
+        is_first: cutlass.Constexpr,
+        reference: Float32 | None = None,
+    ) -> None:
+        """Computes P of a block, rounded into rP, and rescales O where row_max has changed.
+
+        With a ``reference`` natural scores are that, added to the products of ``acc_S`` times the scale.
+        """
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
         max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
         scores = [acc_S[i] for i in range(cute.size(acc_S))]
         if const_expr(is_first):
-            self._raise_max_and_compute_P(scores, rP, sums, max_P, None)
+            self._raise_max_and_compute_P(scores, rP, sums, max_P, reference, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(scores, rP, sums, max_P, self.row_max, in_advance=True)
+            self._compute_P(scores, rP, sums, max_P, reference, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 first_sums = [sums[r] for r in range(self.num_rows)]
-                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, first_sums)
+                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, reference, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -55,6 +65,7 @@ class OnlineSoftmax(SoftmaxState):
         rP: cute.Tensor,
         sums: cute.Tensor,
         max_P: cute.Tensor | None,
+        reference: Float32 | None,
         first_sums: list[Float32] | None,
     ) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
@@ -69,12 +80,16 @@ class OnlineSoftmax(SoftmaxState):
             if const_expr(first_sums is not None):
                 fits = self._of_row(first_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
+            if const_expr(reference is not None):
+                factor = self.scale_log2 * LN2
             own = [x for i, x in enumerate(scores) if i // 2 % self.num_rows == r]
             peak = own[0] * factor
             for x in own[1:]:
                 peak = cute.arch.fmax(peak, x * factor)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
+            if const_expr(reference is not None):
+                peak += reference
             row_max = cute.arch.fmax(self.row_max[r], peak)
             row_max = self.row_max[r] if fits else row_max
             # A row that still has no visible key gets P = exp2(-inf - 0).
@@ -84,7 +99,7 @@ class OnlineSoftmax(SoftmaxState):
             self.row_sum[r] *= corrections[r]
             if const_expr(self.max_P is not None):
                 self.max_P[r] *= corrections[r]
-        self._compute_P(scores, rP, sums, max_P, shifts, in_advance=False)
+        self._compute_P(scores, rP, sums, max_P, reference, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -99,6 +114,7 @@ class OnlineSoftmax(SoftmaxState):
         rP: cute.Tensor,
         sums: cute.Tensor,
         max_P: cute.Tensor | None,
+        reference: Float32 | None,
         shifts: cute.Tensor,
         in_advance: cutlass.Constexpr,
     ) -> None:
@@ -112,6 +128,7 @@ class OnlineSoftmax(SoftmaxState):
         packed = cute.recast_tensor(rP, Int32)
         shift = [shifts[r] for r in range(self.num_rows)]
         first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
+        before, scale = None, [self.scale_log2] * self.num_rows  # factors of products before that, and before the rest
         if const_expr(self.is_natural):
             is_large = [cute.arch.fmax(x, -x) > LARGE for x in shift]
             if const_expr(in_advance):  # NaN: no sum that fits
@@ -119,6 +136,14 @@ class OnlineSoftmax(SoftmaxState):
             else:
                 first = [cutlass.select_(is_large[r], shift[r], first[r]) for r in range(self.num_rows)]
                 rest = [cutlass.select_(is_large[r], Float32(0.0), shift[r]) for r in range(self.num_rows)]
+            if const_expr(reference is not None):
+                rest = [x - reference for x in rest]
+            if const_expr(reference is not None and not in_advance):  # it is a score that is large, not a product
+                zero, one = Float32(0.0), Float32(1.0)
+                first = [cutlass.select_(is_large[r], reference - first[r], zero) for r in range(self.num_rows)]
+                rest = [cutlass.select_(is_large[r], zero, rest[r]) for r in range(self.num_rows)]
+                before = [cutlass.select_(large, self.scale_log2 * LN2, one) for large in is_large]
+                scale = [cutlass.select_(large, Float32(LOG2_E), self.scale_log2) for large in is_large]
             shift = [x * LOG2_E for x in rest]
         shift = [-x for x in shift]
         subtracts = self.is_natural and not in_advance
@@ -127,13 +152,14 @@ class OnlineSoftmax(SoftmaxState):
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows
-            low, high = (
-                cute.math.exp2(
-                    fma(scores[2 * i + j] - first[r] if subtracts else scores[2 * i + j], self.scale_log2, shift[r]),
-                    fastmath=True,
-                )
-                for j in range(2)
-            )
+            pair = []
+            for x in scores[2 * i : 2 * i + 2]:
+                if const_expr(before is not None):
+                    x = fma(x, before[r], first[r])
+                elif const_expr(subtracts):
+                    x = x - first[r]
+                pair.append(cute.math.exp2(fma(x, scale[r], shift[r]), fastmath=True))
+            low, high = pair
             packed[i] = pack(low, high, rP.element_type)
             total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
             if const_expr(max_P is not None):
