@@ -102,16 +102,22 @@ FORWARD: Bugs = {
         no_wait(
             "softmax overwrites sums that the epilogue has not read", _SOFTMAX, "stats.empty", "short", _EPILOGUE_LAGS
         ),
-        Bug(
+        no_wait(
             "softmax rescales O that the last product is still added to (one part)",
-            waits(_SOFTMAX, "added.full", 2)[1:].left_out(),
+            _SOFTMAX,
+            "added.full",
             "d256",
             PRODUCTS_LAG,
+            count=4,
+            which=1,
         ),
-        Bug(
+        no_wait(
             "softmax rescales O by a phase that it may take for the one two before (one part)",
-            waits(_SOFTMAX, "added.full", 2)[:1].left_out(),
+            _SOFTMAX,
+            "added.full",
             "d256",
+            count=4,
+            which=0,
         ),
         no_wait("the epilogue reads sums before they are there", _EPILOGUE, "stats.full", "d64", _SOFTMAX_LAGS),
         no_wait("the epilogue stores O before it is complete", _EPILOGUE, "outputs.full", "d64", PRODUCTS_LAG),
@@ -284,7 +290,7 @@ FORWARD: Bugs = {
         no_fence_after("the arrival of P and its product", waits(MMA, "outputs.empty", 4)[0], "one"),
         no_fence_after("a commit and scores that are read", waits(_SOFTMAX, "scores.full"), "one"),
         no_fence_after("a commit and O that is stored", waits(_EPILOGUE, "outputs.full"), "one"),
-        no_fence_after("a commit and O that is rescaled (one part)", waits(_SOFTMAX, "added.full", 2)[1:], "d256"),
+        no_fence_after("a commit and O that is rescaled (one part)", waits(_SOFTMAX, "added.full", 4)[1], "d256"),
     ),
     "missing tcgen05.wait": (
         Bug(

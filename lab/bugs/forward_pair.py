@@ -5,7 +5,6 @@ from lab.bugs.code import (
     KIND,
     LEADING,
     MMA,
-    PARITY,
     PRODUCER,
     PUBLISHED,
     SECOND,
@@ -18,7 +17,6 @@ from lab.bugs.code import (
     commits,
     find,
     meetings,
-    waits,
 )
 from lab.bugs.table import (
     ARRIVALS_LAG,
@@ -83,25 +81,44 @@ FORWARD_PAIR: Bugs = {
             _SECOND_EPILOGUE_LAGS,
             count=2,
         ),
-        Bug(
+        no_wait(
             "softmax rescales O that the last product is still added to",
-            waits(_SOFTMAX, "added.full", 2)[1:].left_out(),
+            _SOFTMAX,
+            "added.full",
             "rising",
             PRODUCTS_LAG,
+            count=4,
+            which=1,
         ),
-        Bug(
+        no_wait(
             "softmax rescales O by a phase that it may take for the one two before",
-            waits(_SOFTMAX, "added.full", 2)[:1].left_out(),
+            _SOFTMAX,
+            "added.full",
             "rising",
+            count=4,
+            which=0,
         ),
-        no_wait("K is loaded over K that products still read", PRODUCER, "k.empty", "blocks", PRODUCTS_LAG),
-        Bug(
-            "V is loaded over V that products still read",
-            waits(PRODUCER, "v.empty", 2)[:1].left_out(),
+        no_wait(
+            "K is loaded over K that products still read",
+            PRODUCER,
+            "k.empty",
             "blocks",
             PRODUCTS_LAG,
+            count=3,
+            which=0,
         ),
-        no_wait("Q is loaded over Q that products still read", PRODUCER, "q.empty", "tiles", PRODUCTS_LAG),
+        no_wait(
+            "V is loaded over V that products still read",
+            PRODUCER,
+            "v.empty",
+            "blocks",
+            PRODUCTS_LAG,
+            count=3,
+            which=0,
+        ),
+        no_wait(
+            "Q is loaded over Q that products still read", PRODUCER, "q.empty", "tiles", PRODUCTS_LAG, count=2, which=0
+        ),
         no_wait(
             "a tile is published in the place of one that the second CTA still works on",
             PRODUCER,
@@ -112,19 +129,29 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "leaving": (
-        Bug(
-            "the second CTA ends before the last commit arrives there",
-            waits(SECOND + PRODUCER, "v.empty", 2)[-1:].left_out(),
+        no_wait(
+            "the second CTA ends before the commit of the last V arrives there",
+            SECOND + PRODUCER,
+            "v.empty",
             "d256",
             ARRIVALS_LAG,
+            count=3,
+            which=slice(1, 3),
+        ),
+        no_wait(
+            "the second CTA ends before the commit of the last O that is added arrives there",
+            SECOND + _SOFTMAX,
+            "added.full",
+            "d256",
+            ARRIVALS_LAG,
+            count=4,
+            which=slice(2, 4),
         ),
     ),
     "wrong phase": (
         wrong_phase("the mma warp is a phase late with P", MMA, "p.full", "d256", count=2),
-        Bug(
-            "softmax waits for the next output to be added",
-            waits(_SOFTMAX, "added.full", 2)[1:].flipped(PARITY),
-            "rising",
+        wrong_phase(
+            "softmax waits for the next output to be added", _SOFTMAX, "added.full", "rising", count=4, which=1
         ),
     ),
     "wrong place": (

@@ -89,17 +89,29 @@ PAIR: Bugs = {
             "compute warps overwrite dS that the last step's dQ still reads", _COMPUTE, "dq.full", "steps", PRODUCTS_LAG
         ),
         no_wait("compute warps read lse before it is there", _COMPUTE, "stats.full", "steps", LOADS_LAG),
-        no_wait("Q is loaded over Q that scores still read", PRODUCER, "q.empty", "steps", PRODUCTS_LAG),
-        no_wait("dO is loaded over dO that dP still reads", PRODUCER, "do.empty", "steps", PRODUCTS_LAG),
+        no_wait(
+            "Q is loaded over Q that scores still read", PRODUCER, "q.empty", "steps", PRODUCTS_LAG, count=2, which=0
+        ),
+        no_wait(
+            "dO is loaded over dO that dP still reads", PRODUCER, "do.empty", "steps", PRODUCTS_LAG, count=2, which=0
+        ),
         no_wait(
             "dO by columns is loaded over that which dV still reads",
             PRODUCER,
             "do_columns.empty",
             "steps",
             PRODUCTS_LAG,
+            count=2,
+            which=0,
         ),
         no_wait(
-            "Q by columns is loaded over that which dK still reads", PRODUCER, "q_columns.empty", "steps", PRODUCTS_LAG
+            "Q by columns is loaded over that which dK still reads",
+            PRODUCER,
+            "q_columns.empty",
+            "steps",
+            PRODUCTS_LAG,
+            count=2,
+            which=0,
         ),
         no_wait(
             "a tile is published in the place of one that is still worked on",

@@ -31,14 +31,35 @@ Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
 AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
 
 
-def no_wait(text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1) -> Bug:
-    """A warp does not wait for an mbarrier, in ``count`` places."""
-    return Bug(text, waits(by, barrier, count).left_out(), call, lags)
+_EACH = slice(None)
 
 
-def wrong_phase(text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1) -> Bug:
-    """A warp waits for an mbarrier's other phase, in ``count`` places."""
-    return Bug(text, waits(by, barrier, count).flipped(PARITY), call, lags)
+def no_wait(
+    text: str,
+    by: int,
+    barrier: str,
+    call: str,
+    lags: Lagging = frozenset(),
+    *,
+    count: int = 1,
+    which: int | slice = _EACH,
+) -> Bug:
+    """A warp does not wait for an mbarrier, in some or each of ``count`` places."""
+    return Bug(text, waits(by, barrier, count)[which].left_out(), call, lags)
+
+
+def wrong_phase(
+    text: str,
+    by: int,
+    barrier: str,
+    call: str,
+    lags: Lagging = frozenset(),
+    *,
+    count: int = 1,
+    which: int | slice = _EACH,
+) -> Bug:
+    """A warp waits for an mbarrier's other phase, in some or each of ``count`` places."""
+    return Bug(text, waits(by, barrier, count)[which].flipped(PARITY), call, lags)
 
 
 def no_arrival(text: str, by: int, barrier: str, call: str) -> Bug:

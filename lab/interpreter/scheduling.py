@@ -91,6 +91,9 @@ class _Schedule:
             raise FaultError(f"a part of a warpgroup issues products: {cta.issued}")
         if cta.loads or cta.products or cta.warp_products or not all(store.is_read for store in cta.stores):
             raise FaultError("ends while copies are under way")
+        known = np.maximum.reduce([warp.known for warp in self.warps.values() if warp.cta is cta])
+        if any(barrier.committed > known[barrier.number] for barrier in cta.barriers.values()):
+            raise FaultError("ends, while commits of the other CTA may still have to arrive")
         while cta.stores:
             tma.store(cta)
         while cta.arrivals:

@@ -83,6 +83,7 @@ class Barrier:
     number: int = 0  # of the cluster's
     bytes: int = 0
     phase: int = 0
+    committed: int = 0  # phases, up to the last one in which a commit of another CTA has arrived
     known: Array = field(default_factory=nothing_known)  # to warps that have arrived, up to the end of the last phase
     _gathered: Array = field(default_factory=nothing_known)  # to warps that have arrived so far
     # Arrivals in the two phases before this one, and in this: a warp's number, and how often it had arrived. A warp

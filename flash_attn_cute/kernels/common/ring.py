@@ -76,6 +76,11 @@ class Ring:
         """Waits, as the producer, until the step that had this stage before is released."""
         cute.arch.mbarrier_wait(self.empty(step), self.phase(step) ^ 1)
 
+    def wait_all_empty(self, step: Int32) -> None:
+        """Waits, as the producer, until all stages are released by the steps before ``step``, which is the end."""
+        for i in range(self.stages):
+            self.wait_empty(step + i)
+
     def announce(self, step: Int32) -> None:
         """Arrives at a step's full barrier and announces the bytes to come, by one thread of the producer."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), self.num_bytes)

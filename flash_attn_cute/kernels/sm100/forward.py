@@ -293,6 +293,9 @@ class ForwardSm100(ForwardKernel):
             rings.tiles.release(step)  # to the producer
             step += 1
             rings.tiles.wait_full(step)
+        if const_expr(c.q_parts == 1):
+            for unit in (block_step - 2, block_step - 1):
+                rings.added.wait_full(unit)  # from the tensor cores: of a pair, the CTA lives until they have arrived
 
     @cute.jit
     def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:

@@ -18,7 +18,8 @@ Products, by which halves a CTA r has (rows are ``left``'s and the sum's, column
     O += P V      128 queries x d_v          P: 128 queries, tensor memory    V: 128 keys x columns r
 One descriptor serves both CTAs: the same operand lies at the same place in both.
 
-The last commit is that of the last V: producers wait for it, each in its CTA.
+Commits arrive in any order. A CTA of the pair lives until all have arrived there: its producer waits for those of the
+last Q, K and V, and its softmax warps for those of the last O.
 """
 
 from typing import Any

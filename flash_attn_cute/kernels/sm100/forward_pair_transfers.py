@@ -47,7 +47,10 @@ class PairProducer(Producer):
             step += 1
             index = self._publish_next(a, shared, index, step)
             rings.tiles.wait_full(step)
-        rings.v.wait_empty(block_step - 1 + c.v_stages)  # the last commit that arrives here: until then the CTA lives
+        # From the tensor cores of the pair: commits arrive in any order, and the CTA lives until all are here.
+        rings.q.wait_all_empty(q_step)
+        rings.k.wait_all_empty(block_step)
+        rings.v.wait_all_empty(block_step)
 
     @cute.jit
     def _publish_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:

@@ -57,6 +57,10 @@ class PairTransfers(Transfers):
             tile_idx += 1
             # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             self._publish_next(a, ws, shared, tile_idx)
+        # From the tensor cores of the pair: commits arrive in any order, and the CTA lives until all are here.
+        for ring in (rings.q, rings.do, rings.q_columns, rings.do_columns):
+            ring.wait_all_empty(step)
+        rings.k_columns.wait_all_empty(tile_idx)
 
     def _rows(self, shared: PairShared, tile: KeyTile, m_block: Int32) -> tuple[tuple[Int32, Int32], ...]:
         """Where a CTA's own queries of a block begin and end, and where the block does."""

@@ -36,7 +36,7 @@ class PairTwoPassTransfers(PairTransfers):
 
         The leader's chooses tiles.
         """
-        c = self.config
+        c, rings = self.config, shared.rings
         tile_idx, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
         self._publish_next(a, ws, shared, tile_idx)
         while shared.has_tile(tile_idx):
@@ -48,12 +48,17 @@ class PairTwoPassTransfers(PairTransfers):
             # From the tensor cores: the last dO by columns has been read, in whose place dO by rows is loaded. (dS is
             # written there as well, behind the first dP. The next tile's dO is loaded behind its K, and so behind this
             # tile's last dQ.)
-            shared.rings.do_columns.wait_empty(plus(do_step + num_steps, 1))
+            rings.do_columns.wait_empty(plus(do_step + num_steps, 1))
             self._load_second_pass(a, ws, tma, shared, _Start(tile, tile_idx, step, do_step, number))
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
             tile_idx += 1
             # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             self._publish_next(a, ws, shared, tile_idx)
+        # From the tensor cores of the pair: commits arrive in any order, and the CTA lives until all are here.
+        rings.q.wait_all_empty(number)
+        rings.do.wait_all_empty(do_step)
+        rings.do_columns.wait_all_empty(do_step)
+        rings.k.wait_all_empty(tile_idx)
 
     @cute.jit
     def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairShared, tile_idx: Int32) -> None:
