@@ -202,8 +202,7 @@ _FORWARD_TILES = (
     _ForwardTile(256, Case("block_mask"), 128, 64, 2),
     _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
     _ForwardTile(64, Case("bias"), 192, 96, 2),
-    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill, here and in the next one
-    _ForwardTile(64, Case("max_logits softcap"), 192, 96, 2),
+    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
     _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
