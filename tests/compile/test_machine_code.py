@@ -107,7 +107,7 @@ def test_a_row_of_a_bias_leaves_ctas_persistent(float32_bias: bool, right: bool)
         assert chosen.persistent == same_tiles.persistent
         assert chosen.persistent or d > 128
         assert chosen.bias_stages == 2
-        assert chosen.adds_to_bias == (d == 64 or (d == 128 and right))
+        assert chosen.adds_to_bias == (d in (64, 256) or (d == 128 and right))
         if chosen.adds_to_bias:
             plain = config(d, right=right)
             assert (chosen.tile_m, chosen.tile_n, chosen.stages) == (plain.tile_m, plain.tile_n, plain.stages)

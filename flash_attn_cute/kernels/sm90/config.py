@@ -50,8 +50,8 @@ def _has_bias_row(features: Features, group: int) -> bool:
 
 def _adds_to_bias(features: Features, group: int, tile_d: int) -> bool:
     """See ``ForwardConfig.adds_to_bias``: where it was seen to win, by the larger tiles that it leaves room for."""
-    case = Case(without="left listed softcap max_logits")
-    has_larger = tile_d == 64 or (tile_d == 128 and features.right)
+    case = Case(without=f"left {'block_mask' if tile_d == 64 else 'listed'} softcap max_logits")
+    has_larger = tile_d in (64, 256) or (tile_d == 128 and features.right)
     return _has_bias_row(features, group) and has_larger and case.fits(features)
 
 
