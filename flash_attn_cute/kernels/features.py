@@ -58,8 +58,8 @@ class Features:
 
     @property
     def may_mask_keys(self) -> bool:
-        """Whether a key may be fully masked, or padding. A right bound masks none: the last query attends to all."""
-        return self.packed or self.left or self.listed
+        """Whether a key may be fully masked, or padding."""
+        return self.packed or self.left or self.right or self.listed
 
     @property
     def hides_last_queries(self) -> bool:

@@ -143,15 +143,6 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_right_bound_masks_no_key(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No warp writes zeros to dV and dK, as a single query attends to all keys; with additions in order or not."""
-    monkeypatch.setattr(config, "KEYS_IN_ORDER", 0)
-    call = drawn([1], [200], nheads=1, causal=True)
-    backward.check(call, backward.Interpreted(random.Random(0), capability=H100, deterministic=deterministic))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", LONG_FULL.values(), ids=LONG_FULL)
 def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
     options = dict(options)

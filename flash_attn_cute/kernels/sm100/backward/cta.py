@@ -136,7 +136,7 @@ class BackwardCtaSm100(BackwardKernel):
         if warp_idx < drain.warps.stop:
             set_registers(drain.registers, frame.THREADS)
             self.transfers.drain(a, shared, thread)
-            if const_expr(c.features.may_mask_keys or c.features.right):  # a right bound needs no such search
+            if const_expr(c.features.may_mask_keys):
                 index, num, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], len(drain.warps)
                 zero_fully_masked_keys(c, a, ws, mdK, mdV, warps * index + warp_idx, warps * num)
         elif warp_idx < compute.warps.stop:
