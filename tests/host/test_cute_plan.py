@@ -281,8 +281,8 @@ def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
 @pytest.mark.parametrize(
     ("entries", "options", "lists_halves", "kind"),
     [
-        (9800, {}, True, BackwardStoredDSConfig),
-        (9900, {}, True, BackwardCtaConfig),  # more than three tenths are visible
+        (19600, {}, True, BackwardStoredDSConfig),
+        (19700, {}, True, BackwardCtaConfig),  # more than six tenths are visible
         (0, {}, True, BackwardCtaConfig),  # as many may be, for all that is known
         (9800, {"deterministic": False}, False, BackwardCtaConfig),
         (9800, {"low_contention": True}, False, BackwardCtaConfig),
@@ -320,11 +320,11 @@ def test_chunks_of_heads_have_room(seed: int) -> None:
     planned = plan_backward(SM90, spec, shapes, 132)
     n, together = planned.numbers, 2 if group > 1 else 1
     if not isinstance(planned.config, BackwardStoredDSConfig):
-        assert entries > 1 << 17
-        assert 2 * together * of_head > 1 << 17
+        assert entries > 3 << 17
+        assert 2 * together * of_head > 3 << 17
         return
     cells = planned.config.parts(PassSizes(1, 0, 0, 0, cells=CellSizes(0, 0, 0, 0, n.num_cells)))["mdS"][0]
-    assert cells <= 1 << 17
+    assert cells <= 3 << 17
     of_tiles = [sum(seen[i : i + together]) for i in range(0, len(seen), together)]
     starts = [0, *itertools.accumulate(of_tiles)]
     for i, num in enumerate(of_tiles):

@@ -53,7 +53,7 @@ def test_as_exact_as_sums_in_float32(keys: int) -> None:
     """For every kind of data, of which some leave integers too few bits, so that their head is summed in float32."""
     torch.manual_seed(0)
     data = of_all_kinds(256, keys)
-    visible = visible_blocks(len(integer_sums.KINDS), 256, keys, 0.5)
+    visible = visible_blocks(len(integer_sums.KINDS), 256, keys, 0.75)
     mask = BlockMask.from_blocks(visible.cuda())
     in_integers, in_any_order = dq_of(data, mask, deterministic=True), dq_of(data, mask)
     shown = visible[0].repeat_interleave(128, -2).repeat_interleave(128, -1).cuda()
@@ -68,7 +68,7 @@ def test_a_head_in_turns_beside_others_in_integers(repetitions: int) -> None:
     """Every run gives the same bits, and each head those that it gives alone."""
     torch.manual_seed(0)
     data = of_all_kinds(2048, 8192)
-    visible = visible_blocks(len(integer_sums.KINDS), 2048, 8192, 0.5)
+    visible = visible_blocks(len(integer_sums.KINDS), 2048, 8192, 0.75)
     mask = BlockMask.from_blocks(visible.cuda())
 
     def dq() -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def test_gradients_of_any_size(scale: float) -> None:
     """Dout times a power of two gives dq times that power, to the bit."""
     torch.manual_seed(0)
     data = of_all_kinds(512, 1024)
-    mask = BlockMask.from_blocks(visible_blocks(len(integer_sums.KINDS), 512, 1024, 0.5).cuda())
+    mask = BlockMask.from_blocks(visible_blocks(len(integer_sums.KINDS), 512, 1024, 0.75).cuda())
     dq = dq_of(data, mask, deterministic=True)
     scaled = dq_of(data._replace(dout=data.dout * scale), mask, deterministic=True)
     is_normal = (dq == 0) | (dq.abs() > 1e-12)  # others are rounded to fewer bits

@@ -37,12 +37,12 @@ _HEADS_A_TILE = 2
 # kernel computes them again.
 _BYTES_OF_GRADIENTS = 1 << 31
 _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many sums are added up in no time
-# Of dS in a workspace: 1 GB (``kernels.common.ds_cells``). With half of it the two kernels of a chunk take about 0.7 ms
-# at d = 128, of which the ends, when CTAs run out of tiles, are about 50 us.
-_CELLS = 1 << 17
-# Tenths of a mask of larger blocks than 64 that are visible at the most where dS is stored: behind it dQ is summed in
-# fixed point, as that takes as long at 26 % of 2 x 8k tokens, and less at 36 %.
-_TENTHS_STORED = 3
+# Of dS in a workspace: 3 GiB (``kernels.common.ds_cells``). In chunks of 1 GiB passes of 2 GiB took 7 to 17 % longer:
+# at the ends of kernels CTAs run out of tiles, and fewer heads fit into a section.
+_CELLS = 3 << 17
+# Tenths of a mask of larger blocks than 64 that are visible at the most where dS is stored. Above, dQ is summed in
+# fixed point, which takes as long at 75 %.
+_TENTHS_STORED = 6
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
