@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.backends.cute import plan, score_layout
+from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from tests.lib.checks import random_call
@@ -96,20 +96,17 @@ def test_fields_of_a_step_stay_until_it_is_stored(head_dim: int, cells: int, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "nheads", "nheads_k", "share", "step"),
+    ("batch", "nheads", "nheads_k", "share"),
     [
-        (2, 4, 2, 0.7, 50),
-        (1, 8, 1, 0.7, 50),
-        (3, 4, 4, 0.5, 1),
-        (1, 7, 7, 1.0, 1),  # all cells of all chunks are used: the last head would begin one more
+        (2, 4, 2, 0.7),
+        (1, 8, 1, 0.7),
+        (3, 4, 4, 0.5),
+        (1, 7, 7, 1.0),  # all cells of all chunks are used: the last head would begin one more
     ],
 )
-def test_chunks_of_heads(
-    batch: int, nheads: int, nheads_k: int, share: float, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_heads(batch: int, nheads: int, nheads_k: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all of dS has room, heads come in chunks; some may be empty, and the last head sees nothing."""
     monkeypatch.setattr(plan, "_CELLS", 50)
-    monkeypatch.setattr(score_layout, "_ENTRIES_STEP", step)
     interpreted, chunks = Interpreted(random.Random(0), capability=H100), []
     prepare = interpreted.prepare
 

@@ -29,7 +29,7 @@ from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.interpreted.common import B200, H100
 from tests.lib.oracle import Call
 
-SEEDS = 8  # schedules, at most, under which a bug is to show
+SEEDS = 16  # schedules, at most, under which a bug is to show
 EVERY = 3  # ordinary runs execute every third bug, but for those that the lint finds
 
 

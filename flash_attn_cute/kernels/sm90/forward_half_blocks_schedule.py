@@ -58,7 +58,9 @@ def half_blocks_schedule(config: ForwardConfig) -> Schedule:
             Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
             Step("producer", "q.empty", "once a tile: loads Q", "q.full"),
             Step("producer", "k.empty", "loads K of two half blocks", "k.full"),
-            Step("producer", "", "publishes the step to its warpgroups", "messages0.full, messages1.full"),
+            Step(
+                "producer", "v.full", "of the stage's last step: publishes this one", "messages0.full, messages1.full"
+            ),
             Step("producer", "v.empty", "loads V of them", "v.full"),
             Step("mma", "v.full", "issues O += P(n) V(n)"),
             Step("mma", "messages0.full, messages1.full", "reads its next step; releases V(n) before it waits"),
