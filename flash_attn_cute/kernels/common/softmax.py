@@ -34,8 +34,8 @@ def to_base_2(x: Float32, is_natural: bool) -> Float32:
 class SoftmaxState:
     """The running row_max and row_sum of each of a thread's rows.
 
-    ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive); -inf while the
-    row has no visible key. ``max_P``, if asked for, is a row's largest P, as if all had been computed with ``row_max``.
+    ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural``; -inf while the row has no visible key.
+    ``max_P``, if asked for, is a row's largest P, as if all had been computed with ``row_max``.
     """
 
     def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool, keeps_max_P: bool = False):

@@ -154,8 +154,8 @@ class OnlineSoftmax(SoftmaxState):
             r = i % self.num_rows
             pair = []
             for x in scores[2 * i : 2 * i + 2]:
-                if const_expr(before is not None):
-                    x = fma(x, before[r], first[r])
+                if const_expr(before is not None):  # rounded as row_max was: what the two share has to cancel
+                    x = fma(x, before[r], Float32(0.0)) + first[r]
                 elif const_expr(subtracts):
                     x = x - first[r]
                 pair.append(cute.math.exp2(fma(x, scale[r], shift[r]), fastmath=True))
