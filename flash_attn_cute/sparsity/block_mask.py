@@ -271,10 +271,10 @@ class BlockMask(TabledMask):
         the query. A block that a query selects several times counts once. A query that selects nothing gives out 0 and
         lse -inf (with a sink: the sink's logit).
 
-        Such masks do not combine by ``&`` and ``|``, have no other order than the
-        default and no tables, and calls take neither ``mask`` nor ``bias`` beside them. Neither making nor using one
-        waits for the device, and its data are checked with ``FLASH_ATTN_CUTE_CHECK=1`` alone. The indices are read by
-        the first call, and must not be written to before.
+        Such masks do not combine by ``&`` and ``|``, have no other order than the default and no tables, and calls take
+        neither ``mask`` nor ``bias`` beside them. Neither making nor using one waits for the device, and its data are
+        checked with ``FLASH_ATTN_CUTE_CHECK=1`` alone. The indices are read by the first call, and must not be written
+        to before.
 
         Args:
             indices: (batch or 1, heads, seqlen_q, top), or (total_q, heads, top) for packed calls, int32 or int64:

@@ -11,6 +11,7 @@ import torch
 
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import (
+    _CELLS,
     ScoreLayout,
     Shapes,
     _splits,
@@ -20,7 +21,7 @@ from flash_attn_cute.backends.cute.plan import (
 )
 from flash_attn_cute.dq_order.contention_model import machine_of
 from flash_attn_cute.kernels.arguments import described
-from flash_attn_cute.kernels.backward import CellSizes, PassSizes
+from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
 from flash_attn_cute.kernels.sm90.config import (
@@ -293,7 +294,7 @@ def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
 def test_deterministic_passes_store_dS_of_larger_blocks(
     entries: int, options: dict[str, Any], lists_halves: bool, kind: type
 ) -> None:
-    """Where dQ would be summed in fixed point, and few blocks are visible."""
+    """Where dQ would be summed in fixed point, and not too many blocks are visible."""
     given: dict[str, Any] = {"nheads_k": 8, "head_dim": 128, "head_dim_v": 128, "has_block_mask": True}
     spec = spec_of(nheads=8, **given | {"deterministic": True} | options)
     assert CuteBackend(SM90).lists_halves(spec) == lists_halves
@@ -301,6 +302,11 @@ def test_deterministic_passes_store_dS_of_larger_blocks(
     layout = ScoreLayout(block_lists=(1, 8), half_entries=entries)
     shapes = Shapes((2, 4096, 8, 128), (2, 4096, 8, 128), num_sequences=0, max_seqlen_q=4096, scores=layout)
     assert type(plan_backward(SM90, spec, shapes, 132).config) is kind
+
+
+def test_places_in_dS_take_32_bits() -> None:
+    """Kernels multiply the number of a cell by the numbers in one (of 4 bytes) in 32 bits."""
+    assert _CELLS * CELL_NUMBERS < 2**31
 
 
 @pytest.mark.parametrize("seed", range(20))

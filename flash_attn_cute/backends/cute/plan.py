@@ -38,7 +38,8 @@ _HEADS_A_TILE = 2
 _BYTES_OF_GRADIENTS = 1 << 31
 _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many sums are added up in no time
 # Of dS in a workspace: 3 GiB (``kernels.common.ds_cells``). In chunks of 1 GiB passes of 2 GiB took 7 to 17 % longer:
-# at the ends of kernels CTAs run out of tiles, and fewer heads fit into a section.
+# at the ends of kernels CTAs run out of tiles, and fewer heads fit into a section. Kernels can take less than 8 GiB, as
+# they count its numbers of 4 bytes in 32 bits.
 _CELLS = 3 << 17
 # Tenths of a mask of larger blocks than 64 that are visible at the most where dS is stored. Above, dQ is summed in
 # fixed point, which takes as long at 75 %.
@@ -342,7 +343,10 @@ def _chunks_of(spec: AttentionSpec, shapes: Shapes) -> _Chunks | None:
 
 
 def stores_dS(architecture: Architecture, spec: AttentionSpec) -> bool:
-    """Whether a backward pass stores dS of a mask of larger blocks than 64, if there is room and few are visible."""
+    """Whether a backward pass stores dS of a mask of larger blocks than 64, if it has room.
+
+    How many blocks are visible is not known here: ``_chunks_of`` decides.
+    """
     if not spec.has_block_mask or spec.half_blocks:
         return False
     features = Features(

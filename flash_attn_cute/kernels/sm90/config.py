@@ -443,9 +443,9 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 class BackwardStoredDSConfig(BackwardHalfBlocksConfig):
     """Block masks of which dS has room in the workspace: another kernel multiplies it by K.
 
-    Masks of blocks of 64 have it, and in deterministic passes those of larger blocks of which few are visible. Nothing
-    is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For d = 128
-    alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
+    Masks of blocks of 64 have it, and in deterministic passes those of larger blocks of which not too many are visible.
+    Nothing is added in global memory but dK and dV of grouped heads, so that all other passes are deterministic. For
+    d = 128 alone: a block of dS takes as much memory at any d, and at d = 64 and 96 passes are slower by it.
     """
 
     stores_dS: ClassVar[bool] = True
