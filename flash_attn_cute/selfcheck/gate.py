@@ -55,8 +55,7 @@ def ask(backend: CuteBackend, spec: AttentionSpec, inputs: AttentionInputs, *, i
     """Whether a backend may serve a call; has the check run if a call is to be run and there is no verdict."""
     if backend.is_supposed:
         return Answer("its self-check has not run, as the GPU is only supposed", True)
-    device, is_traced = inputs.q.device, torch.compiler.is_compiling()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index, is_traced = _index_of(inputs.q.device), torch.compiler.is_compiling()
     why_not_now = _TRACED if is_traced else _why_not_now(inputs.q, is_run)
     flags = {
         "left": spec.window_left is not None,
@@ -70,6 +69,10 @@ def ask(backend: CuteBackend, spec: AttentionSpec, inputs: AttentionInputs, *, i
     rows = None if is_traced else _rows(inputs)
     refusal = _refusal(backend.name, index, int(spec.head_dim), int(spec.head_dim_v), on, rows, why_not_now)
     return Answer(refusal, is_traced or (backend.name, index) in _answers)
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _why_not_now(q: Tensor, is_run: bool) -> str:

@@ -78,7 +78,8 @@ class Machine:
         monkeypatch.delenv("FLASH_ATTN_CUTE_SELFCHECK", raising=False)
         backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend(), "sm100": self.kernels}
         monkeypatch.setattr(dispatch, "BACKENDS", backends)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        # Not ``torch.cuda.current_device``: what stands there when Dynamo first looks counts as an operator of torch.
+        monkeypatch.setattr(gate, "_index_of", lambda device: 0)
         monkeypatch.setattr(Gpu, "of", lambda architecture, index: GPU)
         monkeypatch.setattr(verdict, "checked", self.check)
         monkeypatch.setattr(verdict, "_POLL", 0.01)
