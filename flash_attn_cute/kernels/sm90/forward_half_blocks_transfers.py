@@ -131,8 +131,8 @@ class HalfBlockTransfers:
                             place = none
                     halves = (_Half(one, one_code), _Half(other, other_code))
                     self._load(halves, tile, head_k, tma.K, shared.sK, shared.k_stages, stage, phase, which)
-                    # A warpgroup that did not have the stage's last step knows by its message that V of it has arrived. Else
-                    # its wait for the next V could take the phase before that for its own.
+                    # By its message a warpgroup that did not have the stage's last step knows that V of it has arrived.
+                    # Else its wait for the next V could take the phase before that for its own.
                     cute.arch.mbarrier_wait(shared.v_stages.full(stage), phase ^ 1)
                     if which != _SECOND:
                         self._publish(halves, shared, stage, phase, 0, first)
