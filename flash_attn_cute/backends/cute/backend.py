@@ -124,7 +124,7 @@ class CuteBackend:
         return (gpu.major, gpu.minor) in self.architecture.targets
 
     def lists_halves(self, spec: AttentionSpec) -> bool:
-        """See ``Backend.lists_halves``."""
+        """Whether the backward pass may store dS of such a mask, in half columns."""
         return stores_dS(self.architecture, spec)
 
     def num_sms(self, device: torch.device) -> int:

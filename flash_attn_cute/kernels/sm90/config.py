@@ -43,18 +43,6 @@ def _read_alike(features: Features) -> Features:
     return replace(features, uniform_bias=False) if features.strided_bias else features
 
 
-def _has_bias_row(features: Features, group: int) -> bool:
-    """See ``ForwardConfig.has_bias_row``."""
-    return features.uniform_bias and group == 1
-
-
-def _adds_to_bias(features: Features, group: int, tile_d: int) -> bool:
-    """See ``ForwardConfig.adds_to_bias``: where it was seen to win, by the larger tiles that it leaves room for."""
-    case = Case(without=f"left {'block_mask' if tile_d == 64 else 'listed'} softcap max_logits")
-    has_larger = tile_d in (64, 256) or (tile_d == 128 and features.right)
-    return _has_bias_row(features, group) and has_larger and case.fits(features)
-
-
 def bias_pitch(features: Features, columns: int) -> int:
     """Bytes of a row of a tile of the bias in shared memory; 0 without one, or if it does not come through it."""
     return pitch_of(columns, 4 if features.float32_bias else 2) if features.bias and not features.strided_bias else 0
@@ -82,15 +70,18 @@ class ForwardConfig(Sm90Config):
     @property
     def has_bias_row(self) -> bool:
         """Whether all rows of a tile share one row of the bias; it is float32 in shared memory (``load_row``)."""
-        return _has_bias_row(self.features, self.group)
+        return self.features.uniform_bias and self.group == 1
 
     @property
     def adds_to_bias(self) -> bool:
         """Whether products are added to that row, which is in the accumulators before and takes no registers.
 
-        Never with a softcap, which comes between them, nor with largest logits, which are products.
+        That is so where it was seen to win, by the larger tiles that it leaves room for. Never with a softcap, which
+        comes between them, nor with largest logits, which are products.
         """
-        return _adds_to_bias(self.features, self.group, self.tile_d)
+        case = Case(without=f"left {'block_mask' if self.tile_d == 64 else 'listed'} softcap max_logits")
+        has_larger = self.tile_d in (64, 256) or (self.tile_d == 128 and self.features.right)
+        return self.has_bias_row and has_larger and case.fits(self.features)
 
     @property
     def bias_pitch(self) -> int:
@@ -244,21 +235,24 @@ def forward_config(
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
     needs = _read_alike(features.of_pass("forward"))
-    if _adds_to_bias(needs, group, tile_d):
-        features = replace(features, bias=False, float32_bias=False)  # tiles are those without one
-    tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
-    features = replace(needs, half_blocks="half_blocks" in tile.case.needs)
-    return ForwardConfig(
-        dtype=dtype,
-        tile_d=tile_d,
-        features=features,
-        tile_dv=tile_dv,
-        tile_m=tile.tile_m,
-        tile_n=tile.tile_n,
-        stages=tile.stages,
-        q_in_registers=tile.q_in_registers,
-        group=group,
-    )
+
+    def with_tiles_of(features: Features) -> ForwardConfig:
+        tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
+        return ForwardConfig(
+            dtype=dtype,
+            tile_d=tile_d,
+            features=replace(needs, half_blocks="half_blocks" in tile.case.needs),
+            tile_dv=tile_dv,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            stages=tile.stages,
+            q_in_registers=tile.q_in_registers,
+            group=group,
+        )
+
+    config = with_tiles_of(features)
+    # Tiles are those without a bias where it takes no registers.
+    return with_tiles_of(replace(features, bias=False, float32_bias=False)) if config.adds_to_bias else config
 
 
 def _tile_columns(head_dim: int) -> int:

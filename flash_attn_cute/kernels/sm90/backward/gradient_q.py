@@ -89,7 +89,7 @@ class GradientQSm90(MainKernel):
         super().__init__(config, gradient_q_schedule(config), swizzled)
 
     def mmas(self) -> cute.TiledMma:
-        """See ``MainKernel``."""
+        """dQ = dS K, of operands that lie with queries and columns of K next to each other."""
         mn_major = OperandMajorMode.MN
         return tiled_mma(self.dtype, mn_major, mn_major, self.config.tile_d, warpgroup.OperandSource.SMEM)
 
