@@ -1,7 +1,7 @@
 """Which kernels there are: for every architecture and pass, how to configure, find, launch and compile them.
 
 Backends and ``jit`` ask here, and name no architecture themselves. A new one is a folder of kernels and an entry here.
-Needs no cutlass: kernels are imported when they are to be compiled.
+Needs no cutlass: configurations are imported when a call needs one, kernels when they are to be compiled.
 """
 
 import importlib
@@ -18,7 +18,6 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
-from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100 import config as sm100
 
 if TYPE_CHECKING:
@@ -56,6 +55,11 @@ def _imported(place: str) -> Any:
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
+def _configure(place: str) -> Callable[..., Any]:
+    """A ``Pass.configure`` that is imported when it is first called."""
+    return lambda *given, **options: _imported(place)(*given, **options)
+
+
 class Architecture(NamedTuple):
     """GPUs that share their kernels."""
 
@@ -85,31 +89,31 @@ ARCHITECTURES = {
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
                 "forward": Pass(
-                    sm90.forward_config,
+                    _configure("sm90.forward_config:forward_config"),
                     "sm90.forward_kernel:forward_kernel",
                     ForwardArguments,
                     "sm90.forward_schedule:forward_schedule",
                 ),
                 "backward": Pass(
-                    sm90.backward_config,
+                    _configure("sm90.backward.backward_config:backward_config"),
                     "sm90.backward.launch:BackwardPassSm90",
                     BackwardArguments,
                     "sm90.backward.backward_schedule:backward_schedule",
                 ),
                 "bias_gradient": Pass(
-                    sm90.bias_gradient_config,
+                    _configure("sm90.backward.bias_gradient_config:bias_gradient_config"),
                     "sm90.backward.bias_gradient:BiasGradientSm90",
                     BiasGradientArguments,
                     "sm90.backward.bias_gradient_schedule:bias_gradient_schedule",
                 ),
                 "selection": Pass(
-                    selection_config,
+                    _configure("sm90.selection_config:selection_config"),
                     "sm90.selection:SelectionSm90",
                     SelectionArguments,
                     "sm90.selection_schedule:selection_schedule",
                 ),
                 "selection_backward": Pass(
-                    selection_backward_config,
+                    _configure("sm90.selection_config:selection_backward_config"),
                     "sm90.backward.selection:SelectionBackwardSm90",
                     SelectionBackwardArguments,
                     "sm90.selection_schedule:selection_schedule",
@@ -123,19 +127,19 @@ ARCHITECTURES = {
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
                 "forward": Pass(
-                    sm100.forward_config,
+                    _configure("sm100.forward_config:forward_config"),
                     "sm100.forward_kernel:forward_kernel",
                     ForwardArguments,
                     "sm100.forward_schedule:forward_schedule",
                 ),
                 "backward": Pass(
-                    sm100.backward_config,
+                    _configure("sm100.backward.backward_config:backward_config"),
                     "sm100.backward.launch:BackwardPassSm100",
                     BackwardArguments,
                     "sm100.backward.backward_schedule:backward_schedule",
                 ),
                 "bias_gradient": Pass(
-                    sm100.bias_gradient_config,
+                    _configure("sm100.backward.bias_gradient_config:bias_gradient_config"),
                     "sm100.backward.bias_gradient:BiasGradientSm100",
                     BiasGradientArguments,
                     "sm100.backward.bias_gradient_schedule:bias_gradient_schedule",

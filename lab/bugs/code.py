@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.schedule import Schedule
+from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import bias_gradient_config
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.config import backward_config, bias_gradient_config, forward_config
+from flash_attn_cute.kernels.sm100.forward_config import forward_config
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.lint import barrier_operand
 from lab.ptx import tree

@@ -1,8 +1,8 @@
 """Bugs of Hopper's kernels: forward, backward up to d = 128, and backward by clusters above."""
 
 from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
-from flash_attn_cute.kernels.sm90.config import backward_config
 from lab.bugs.code import STRIDE, B, arrivals, find, uncounted, warps_of
 from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_wait, wrong_phase
 

@@ -7,14 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100.config import (
-    CTAS,
-    DQ_STAGES,
-    BackwardConfig,
-    ForwardConfig,
-    backward_config,
-    forward_config,
-)
+from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig, backward_config
+from flash_attn_cute.kernels.sm100.config import CTAS
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig, forward_config
 from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
 from lab.model.launch import Order, Prediction, Shape, predict
 from lab.model.machine import B200, Machine

@@ -7,9 +7,10 @@ mask): 3.5 an element and 110 beside them in a forward step, 6.3 and 340 in a ba
 from collections.abc import Sequence
 from functools import partial
 
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
 from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardCtaConfig, ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from lab.model.machine import H200, Machine
 from lab.model.simulation import Needs

@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import (
-    HEAD_DIMS,
+from flash_attn_cute.kernels.sm90.backward.backward_config import (
     BackwardClusterConfig,
     BackwardConfig,
     BackwardCtaConfig,
     BackwardHalfBlocksConfig,
     BackwardStoredDSConfig,
-    BiasGradientConfig,
-    ForwardConfig,
     backward_config,
-    bias_gradient_config,
-    forward_config,
 )
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import BiasGradientConfig, bias_gradient_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from tests.lib.compiled import check_before_and_after, machine_code
 from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED

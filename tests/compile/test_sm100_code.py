@@ -18,7 +18,9 @@ from flash_attn_cute.backends.cute.plan import Shapes, plan_backward, plan_forwa
 from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -28,10 +30,8 @@ from flash_attn_cute.kernels.sm100.config import (
     SHARED_MEMORY,
     TARGETS,
     TENSOR_COLUMNS,
-    BackwardConfig,
-    BiasGradientConfig,
-    ForwardConfig,
 )
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.emulator.translate import translate
 from lab.lint import lint

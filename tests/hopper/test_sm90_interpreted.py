@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
-from flash_attn_cute.kernels.sm90 import config
+from flash_attn_cute.kernels.sm90.backward import backward_config
 from tests.lib.checks import bitwise_equal, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
@@ -138,7 +138,7 @@ def test_backward(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warp zeroes sums of dQ, and then stores dS; without an order, as long sequences have it."""
-    monkeypatch.setattr(config, "KEYS_IN_ORDER", 0)
+    monkeypatch.setattr(backward_config, "KEYS_IN_ORDER", 0)
     call = drawn([130], [200], bias=(1, 1), nheads=1, head_dim=128)
     backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
 

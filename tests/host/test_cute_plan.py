@@ -24,15 +24,15 @@ from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
-from flash_attn_cute.kernels.sm90.config import (
-    HEAD_DIMS,
+from flash_attn_cute.kernels.sm90.backward.backward_config import (
     BackwardCtaConfig,
     BackwardHalfBlocksConfig,
     BackwardStoredDSConfig,
     backward_config,
-    bias_gradient_config,
-    forward_config,
 )
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.specs import DENSE, PACKED, spec_of
 

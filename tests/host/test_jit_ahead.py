@@ -11,7 +11,7 @@ import pytest
 
 from flash_attn_cute.jit import ahead, cache, disk, key
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import forward_config
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from tests.lib.kernel_processes import CONFIG, Compiler
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")

@@ -8,7 +8,7 @@ import pytest
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import bundle, cache, key
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100 import config as sm100
+from flash_attn_cute.kernels.sm100.forward_config import forward_config
 from tests.conftest import NAME
 from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, outcome, start
 
@@ -59,7 +59,7 @@ def test_processes_with_a_bundle_do_not_compile(
 
 def test_a_bundle_serves_the_architectures_that_it_was_made_for(bundled: Path, compiler: Compiler) -> None:
     with pytest.warns(cache.NotBundledWarning, match=r"has no kernel of ForwardConfig\(.*target='sm_100a'"):
-        cache.kernel(sm100.forward_config("bfloat16", 64, 64, Features()))
+        cache.kernel(forward_config("bfloat16", 64, 64, Features()))
     assert compiler.calls == 2
 
 

@@ -17,7 +17,8 @@ import pytest
 from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, key
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import ForwardConfig, Sm90Config, forward_config
+from flash_attn_cute.kernels.sm90.config import Sm90Config
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
 from tests.lib.checks import hopper_alone
 from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, outcome, start
 
@@ -32,7 +33,7 @@ from cutlass.base_dsl.compiler import Compiler
 from cutlass.cutlass_dsl import tvm_ffi_provider
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import forward_config
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 counts = Counter()
 def count(place, name):
     function = getattr(place, name)
@@ -312,7 +313,7 @@ def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with open(package / "calls/ops.py", "a") as file:
         file.write("# says nothing about kernels\n")
     assert key.sources_unchanged()
-    for path in ("kernels/common/score.py", "kernels/sm90/config.py", "jit/compile.py", "jit/code.py"):
+    for path in ("kernels/common/score.py", "kernels/sm90/forward_config.py", "jit/compile.py", "jit/code.py"):
         before = (package / path).read_text()
         (package / path).write_text(before + "\n")
         assert not key.sources_unchanged()

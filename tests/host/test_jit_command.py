@@ -15,7 +15,9 @@ import pytest
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
+from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from tests.conftest import NAME
 from tests.lib.kernel_processes import CONFIG, Compiler
 
@@ -36,7 +38,7 @@ def test_list(
     lines = capsys.readouterr().out.splitlines()
     assert "2 kernels" in lines[0]
     assert len(lines) == 3
-    for part in ("sm90.config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "DSL 4.8", "CUDA 1"):
+    for part in ("sm90.forward_config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "DSL 4.8", "CUDA 1"):
         assert part in lines[1]
     assert "packed" not in lines[1]
     assert time.strftime("%Y-%m-%d") in lines[1]

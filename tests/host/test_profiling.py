@@ -13,7 +13,7 @@ from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
 from tests.lib.checks import random_call, run
 
 CONFIG = forward_config("bfloat16", 192, 128, Features())

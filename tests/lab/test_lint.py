@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import (
-    BackwardClusterConfig,
-    backward_config,
-    bias_gradient_config,
-    forward_config,
-)
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, backward_config
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
-from flash_attn_cute.kernels.sm100 import config as sm100
+from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config as sm100_backward
 from lab.lint import lint
 from tests.lib.compiled import code_for
 from tests.lib.configurations import BACKWARD_EVERYTHING
@@ -429,7 +426,7 @@ PAIRS = {
 @pytest.mark.slow
 def test_pairs_of_ctas() -> None:
     """Arrivals from the other CTA are counted, and publish what they publish within a CTA."""
-    text = code_for(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192)).ptx
+    text = code_for(sm100_backward("bfloat16", 128, 128, Features(), keys=8192)).ptx
     assert lint(text) == []
     start = text.index(".entry", text.index("BackwardPair"))
     for rule, pattern in BLACKWELL.items():

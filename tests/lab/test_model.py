@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig, backward_config
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
-from flash_attn_cute.kernels.sm100.config import (
-    COMPUTE_WARPGROUPS,
-    SHARED_MEMORY,
-    TARGETS,
-    BackwardConfig,
-    ForwardConfig,
-    backward_config,
-    forward_config,
-)
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, SHARED_MEMORY, TARGETS
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig, forward_config
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.model import __main__ as command_line
 from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign

@@ -4,17 +4,15 @@ import dataclasses
 from typing import Any
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90 import config as sm90
+from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config as sm90_backward
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config as sm90_bias_gradient
+from flash_attn_cute.kernels.sm90.forward_config import forward_config as sm90_forward
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
-from flash_attn_cute.kernels.sm100.config import (
-    TARGETS,
-    BackwardConfig,
-    BiasGradientConfig,
-    ForwardConfig,
-    backward_config,
-    bias_gradient_config,
-)
-from flash_attn_cute.kernels.sm100.config import forward_config as config
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig, backward_config
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig, bias_gradient_config
+from flash_attn_cute.kernels.sm100.config import TARGETS
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
+from flash_attn_cute.kernels.sm100.forward_config import forward_config as config
 
 EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
 MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
@@ -64,48 +62,40 @@ def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradien
 # Configurations, one for each way in which the schedule of a main kernel (``kernels.schedule``) differs. Most are among
 # those whose machine code CI looks at, or that it interprets, too.
 DESCRIBED: dict[str, Any] = {
-    "sm90-forward": sm90.forward_config("bfloat16", 128, 128, Features()),
-    "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
-    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True, paired_bias=True)),
-    "sm90-forward-bias-row": sm90.forward_config(
+    "sm90-forward": sm90_forward("bfloat16", 128, 128, Features()),
+    "sm90-forward-causal": sm90_forward("bfloat16", 128, 128, Features(right=True)),
+    "sm90-forward-bias": sm90_forward("bfloat16", 64, 64, Features(bias=True, paired_bias=True)),
+    "sm90-forward-bias-row": sm90_forward(
         "bfloat16", 128, 128, Features(bias=True, uniform_bias=True, float32_bias=True)
     ),
-    "sm90-forward-bias-block-mask": sm90.forward_config(
+    "sm90-forward-bias-block-mask": sm90_forward(
         "bfloat16", 256, 256, Features(bias=True, block_mask=True, float32_bias=True, softcap=True)
     ),
-    "sm90-forward-half-blocks": sm90.forward_config("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
-    "sm90-forward-group": sm90.forward_config("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
-    "sm90-backward": sm90.backward_config("bfloat16", 128, 128, Features()),
-    "sm90-backward-tiled-bias": sm90.backward_config(
-        "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)
-    ),
-    "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
-    "sm90-backward-transposed": sm90.backward_config(
-        "bfloat16", 128, 128, Features(grouped=True, dlse=True), keys=LONG
-    ),
-    "sm90-backward-halves-dV": sm90.backward_config("bfloat16", 64, 64, Features(dlse=True), keys=LONG),
-    "sm90-backward-ordered": sm90.backward_config("bfloat16", 128, 128, Features(right=True, deterministic=True)),
-    "sm90-backward-fixed-point": sm90.backward_config(
+    "sm90-forward-half-blocks": sm90_forward("bfloat16", 128, 128, Features(block_mask=True, half_blocks=True)),
+    "sm90-forward-group": sm90_forward("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
+    "sm90-backward": sm90_backward("bfloat16", 128, 128, Features()),
+    "sm90-backward-tiled-bias": sm90_backward("bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)),
+    "sm90-backward-one-k": sm90_backward("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
+    "sm90-backward-transposed": sm90_backward("bfloat16", 128, 128, Features(grouped=True, dlse=True), keys=LONG),
+    "sm90-backward-halves-dV": sm90_backward("bfloat16", 64, 64, Features(dlse=True), keys=LONG),
+    "sm90-backward-ordered": sm90_backward("bfloat16", 128, 128, Features(right=True, deterministic=True)),
+    "sm90-backward-fixed-point": sm90_backward(
         "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
     ),
-    "sm90-backward-half-blocks": sm90.backward_config(
-        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True)
-    ),
-    "sm90-backward-half-blocks-fixed-point": sm90.backward_config(
+    "sm90-backward-half-blocks": sm90_backward("bfloat16", 128, 128, Features(block_mask=True, half_columns=True)),
+    "sm90-backward-half-blocks-fixed-point": sm90_backward(
         "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, deterministic=True, softcap=True, grouped=True)
     ),
-    "sm90-backward-stored-ds": sm90.backward_config(
+    "sm90-backward-stored-ds": sm90_backward(
         "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True)
     ),
-    "sm90-backward-stored-ds-wide": sm90.backward_config(
+    "sm90-backward-stored-ds-wide": sm90_backward(
         "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True)
     ),
-    "sm90-backward-cluster": sm90.backward_config("bfloat16", 256, 256, Features()),
-    "sm90-backward-cluster-ordered": sm90.backward_config("bfloat16", 192, 128, Features(**BACKWARD_EVERYTHING)),
-    "sm90-bias-gradient": sm90.bias_gradient_config("bfloat16", 64, 64, Features(bias=True)),
-    "sm90-bias-gradient-strided": sm90.bias_gradient_config(
-        "float16", 256, 256, Features(bias=True, strided_bias=True)
-    ),
+    "sm90-backward-cluster": sm90_backward("bfloat16", 256, 256, Features()),
+    "sm90-backward-cluster-ordered": sm90_backward("bfloat16", 192, 128, Features(**BACKWARD_EVERYTHING)),
+    "sm90-bias-gradient": sm90_bias_gradient("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-bias-gradient-strided": sm90_bias_gradient("float16", 256, 256, Features(bias=True, strided_bias=True)),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm90-selection-two-warpgroups": selection_config("bfloat16", 64, 64, Features(), group=16, block=128),
     "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=4, block=16),

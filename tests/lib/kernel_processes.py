@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
 
 CONFIG = forward_config("bfloat16", 64, 64, Features())
 
@@ -17,7 +17,7 @@ import json, time
 import cutlass.cute.runtime, tvm_ffi  # their imports are not our time
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import forward_config
+from flash_attn_cute.kernels.sm90.forward_config import forward_config
 start = time.perf_counter()
 kernel = cache.kernel(forward_config("bfloat16", 64, 64, Features()))
 seconds = time.perf_counter() - start

@@ -37,7 +37,8 @@ from typing import Any
 import torch
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100.config import backward_config, forward_config
+from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config
+from flash_attn_cute.kernels.sm100.forward_config import forward_config
 from tests.lib.checks import (
     DEVICES,
     LAYOUTS,

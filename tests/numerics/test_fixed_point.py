@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import integer_sums
 from flash_attn_cute import BlockMask, explain, flash_attn_func
-from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 from tests.lib.checks import bitwise_equal, differing, needs_kernels
 
 HEAD_DIM = integer_sums.HEAD_DIM

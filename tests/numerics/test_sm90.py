@@ -15,7 +15,8 @@ from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, KEYS_IN_ORDER
+from flash_attn_cute.kernels.sm90.backward.backward_config import KEYS_IN_ORDER
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib import oracle
 from tests.lib.checks import (

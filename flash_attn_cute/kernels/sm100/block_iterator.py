@@ -21,7 +21,8 @@ from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.query_tiles import QueryTiles
 from flash_attn_cute.kernels.common.tiles import WorkTile
 from flash_attn_cute.kernels.common.workspace import packed_block
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, WINDOW, ForwardConfig
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
+from flash_attn_cute.kernels.sm100.forward_config import WINDOW, ForwardConfig
 
 _BEHIND_ALL = 2**30  # the block of an entry that there is not
 

@@ -1,7 +1,7 @@
 """Which forward kernel serves a configuration."""
 
-from flash_attn_cute.kernels.sm100.config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward import ForwardSm100
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_pair import ForwardPairSm100
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import cutlass.cute as cute
 
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
-from flash_attn_cute.kernels.sm100.config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward import ForwardSm100
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.forward_pair_transfers import PairProducer
 from flash_attn_cute.kernels.sm100.mma import commit_to_both

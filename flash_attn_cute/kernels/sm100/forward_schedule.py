@@ -4,18 +4,16 @@ from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Columns,
 from flash_attn_cute.kernels.sm100.config import (
     CTAS,
     ENTRY_STAGES,
-    ITERATOR_FIELDS,
     MMA_WARP,
     O_COLUMNS,
-    O_STAGES,
     PART_ROWS,
     PRODUCER_WARP,
     SCORE_COLUMNS,
     SHARED_MEMORY,
     TILE_STAGES,
     WARPS,
-    ForwardConfig,
 )
+from flash_attn_cute.kernels.sm100.forward_config import ITERATOR_FIELDS, O_STAGES, ForwardConfig
 
 _TIMELINE = {
     2: """

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
+from flash_attn_cute.kernels.sm100.forward_config import O_STAGES
 from flash_attn_cute.kernels.sm100.tensor_memory import Held
 
 

@@ -16,7 +16,8 @@ from flash_attn_cute.kernels.common.softmax import finalize
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
-from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
+from flash_attn_cute.kernels.sm100.forward_config import O_STAGES, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
 from flash_attn_cute.kernels.sm100.mma import write_row
 

@@ -33,8 +33,8 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import FULL
 from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.score import hidden
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits

@@ -1,7 +1,7 @@
 """The schedule of the forward kernel of half blocks (``forward_half_blocks``)."""
 
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 
 MESSAGES = 8  # to a warpgroup, that it may not have read
 MESSAGE_FIELDS = 4  # stage, phase, codes of two blocks

@@ -25,7 +25,7 @@ from flash_attn_cute.kernels.common.mask_tiles import ALL_SEEN, SEEN
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import MESSAGES
 
 END = -1  # in the place of a message's stage: the warpgroup has no further step in the tile

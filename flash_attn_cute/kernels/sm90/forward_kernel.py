@@ -1,7 +1,7 @@
 """Which forward kernel serves a configuration."""
 
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardSm90
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks import ForwardHalfBlocksSm90
 
 

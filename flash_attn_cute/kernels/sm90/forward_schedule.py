@@ -1,7 +1,7 @@
 """The schedule of the forward kernel (``forward``): roles, pipelines, shared memory and steps of a configuration."""
 
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import half_blocks_schedule
 
 # The softmax of one warpgroup runs beside both products of the others, as in FlashAttention-3.

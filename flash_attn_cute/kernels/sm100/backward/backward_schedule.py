@@ -12,11 +12,11 @@ from flash_attn_cute.kernels.schedule import (
     Schedule,
     operand,
 )
+from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_steps import orders_of, steps_of, timeline_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     CTAS,
-    DQ_STAGES,
     ENTRY_STAGES,
     MMA_WARP,
     PART_ROWS,
@@ -24,7 +24,6 @@ from flash_attn_cute.kernels.sm100.config import (
     SHARED_MEMORY,
     TILE_STAGES,
     WARPS,
-    BackwardConfig,
 )
 
 STATS_STAGES = 2  # blocks whose lse and delta are in the shared memory of a CTA of a pair

@@ -1,7 +1,8 @@
 """Steps of the backward kernels' schedules, in their steady state; pictures of them; and what orders proxies."""
 
 from flash_attn_cute.kernels.schedule import Order, Step
-from flash_attn_cute.kernels.sm100.config import CTAS, BackwardConfig
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
+from flash_attn_cute.kernels.sm100.config import CTAS
 
 _TIMELINES = {
     (1, 1): """

@@ -39,8 +39,9 @@ from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, BiasGradientConfig
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled_by, tiled_mma
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,

@@ -14,14 +14,8 @@ from flash_attn_cute.kernels.schedule import (
     Step,
     operand,
 )
-from flash_attn_cute.kernels.sm100.config import (
-    COMPUTE_WARPGROUPS,
-    MMA_WARP,
-    PRODUCER_WARP,
-    SHARED_MEMORY,
-    WARPS,
-    BiasGradientConfig,
-)
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, PRODUCER_WARP, SHARED_MEMORY, WARPS
 
 _STEPS = (
     Step("producer", "pieces.empty", "publishes 32 pieces, a lane each", "pieces.full"),

@@ -62,20 +62,14 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
-from flash_attn_cute.kernels.sm100.config import (
-    COMPUTE_WARPGROUPS,
-    MMA_WARP,
-    O_COLUMNS,
-    PART_ROWS,
-    PRODUCER_WARP,
-    BackwardConfig,
-)
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.mma import commit, swizzled, swizzled_by, write_row
 
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's

@@ -29,8 +29,9 @@ from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import write_row
 from flash_attn_cute.kernels.sm100.scores import (
     BiasColumn,

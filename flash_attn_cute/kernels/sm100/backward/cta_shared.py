@@ -9,8 +9,8 @@ from cutlass import Int32
 from flash_attn_cute.kernels.common.key_tiles import WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.storage import SharedMemory
+from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
-from flash_attn_cute.kernels.sm100.config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.tensor_memory import Held
 
 

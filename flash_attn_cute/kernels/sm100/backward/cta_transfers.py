@@ -17,10 +17,11 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, put
-from flash_attn_cute.kernels.sm100.config import DQ_STAGES, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 
 class Transfers:

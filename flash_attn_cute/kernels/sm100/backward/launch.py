@@ -5,11 +5,11 @@ import cutlass.cute as cute
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
 from flash_attn_cute.kernels.sm100.backward.pair_two_pass import BackwardPairTwoPassSm100
 from flash_attn_cute.kernels.sm100.backward.two_pass import BackwardTwoPassSm100
-from flash_attn_cute.kernels.sm100.config import BackwardConfig
 
 
 class BackwardPassSm100:

@@ -57,12 +57,13 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
-from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
 
 

@@ -11,10 +11,11 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
-from flash_attn_cute.kernels.sm100.config import CTAS, DQ_STAGES, PART_ROWS
+from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
 
 
 class PairTransfers(Transfers):

@@ -65,6 +65,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
@@ -72,7 +73,7 @@ from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_two_pass_transfers import PairTwoPassTransfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, O_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, read_row
 
 _COLUMNS_OF_K = 32  # that a compute thread copies at once

@@ -10,8 +10,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import gemm, operand, swizzled, tiled_mma, transposed
 
 

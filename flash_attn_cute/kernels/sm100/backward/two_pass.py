@@ -50,11 +50,11 @@ from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.key_tiles import rounds_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
-from flash_attn_cute.kernels.sm100.config import BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit
 
 

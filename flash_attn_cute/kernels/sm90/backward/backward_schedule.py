@@ -1,10 +1,14 @@
 """The schedule of Hopper's backward kernels: that of the one which serves a configuration. Needs no cutlass."""
 
 from flash_attn_cute.kernels.schedule import Schedule
+from flash_attn_cute.kernels.sm90.backward.backward_config import (
+    BackwardConfig,
+    BackwardCtaConfig,
+    BackwardHalfBlocksConfig,
+)
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
 from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
 from flash_attn_cute.kernels.sm90.backward.half_blocks_schedule import half_blocks_schedule
-from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardCtaConfig, BackwardHalfBlocksConfig
 
 
 def backward_schedule(config: BackwardConfig) -> Schedule:

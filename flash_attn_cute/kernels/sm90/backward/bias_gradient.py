@@ -34,9 +34,9 @@ from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probabilit
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
-from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import add_bias, bias_elements, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled

@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.schedule import (
     Step,
     operand,
 )
-from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import BiasGradientConfig
 
 _LOADING, _COMPUTING = 40, 232  # registers a thread
 

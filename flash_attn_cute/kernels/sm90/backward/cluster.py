@@ -50,12 +50,12 @@ from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import STAGES, cluster_schedule
 from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
 from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
 from flash_attn_cute.kernels.sm90.shared import read_a, swizzled, transposed, write

@@ -1,7 +1,7 @@
 """The schedule of the backward kernel above d = 128 (``cluster``): roles, pipelines, shared memory and steps."""
 
 from flash_attn_cute.kernels.schedule import Arrivals, Buffer, Order, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 
 STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
 _ORDER_STAGES = 4  # turns that have come and are not signalled yet

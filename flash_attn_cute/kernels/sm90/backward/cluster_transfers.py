@@ -13,9 +13,9 @@ from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 
 _BOTH = 0b11  # CTAs of a cluster, for multicast
 _RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both

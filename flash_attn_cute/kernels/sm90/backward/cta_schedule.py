@@ -3,7 +3,7 @@
 from typing import Any
 
 from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 
 _TILE_STAGES = 2
 _ADDED_STAGES = 4  # additions of a storing warp that are not signalled yet

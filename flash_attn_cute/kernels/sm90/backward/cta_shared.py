@@ -11,7 +11,7 @@ from flash_attn_cute.kernels.common.key_tiles import WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 
 UNORDERED = 1  # in the place of a turn, in fixed point: integers are added
 

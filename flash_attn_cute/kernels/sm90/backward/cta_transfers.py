@@ -25,8 +25,8 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared, StepFields, piece_number
-from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 
 class _Blocks(NamedTuple):

@@ -26,8 +26,8 @@ from flash_attn_cute.kernels.common.rows import rows_first, scaled
 from flash_attn_cute.kernels.common.tiles import ask_for_tile, take_tile, tile_taken
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.backward.gradient_q_schedule import FIELDS, gradient_q_schedule
-from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.mma import convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 

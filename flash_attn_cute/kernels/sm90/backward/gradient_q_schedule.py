@@ -1,7 +1,7 @@
 """The schedule of the kernel of dQ (``gradient_q``): roles, pipelines, shared memory and steps."""
 
 from flash_attn_cute.kernels.schedule import Buffer, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 
 FIELDS = 4  # Int32 that describe a tile: ``gradient_q.GradientTile``
 _TILE_STAGES = 2

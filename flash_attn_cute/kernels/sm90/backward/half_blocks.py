@@ -32,12 +32,12 @@ from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
 from flash_attn_cute.kernels.common.key_tiles import KeyTile
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardHalfBlocksConfig
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90, _Mmas, _Work
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.half_blocks_schedule import half_blocks_schedule
 from flash_attn_cute.kernels.sm90.backward.half_blocks_transfers import HalfBlocksTransfers, piece_number
 from flash_attn_cute.kernels.sm90.backward.workspace import put
-from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm
 from flash_attn_cute.kernels.sm90.scores import compute_dS, compute_P
 from flash_attn_cute.kernels.sm90.shared import transposed, write

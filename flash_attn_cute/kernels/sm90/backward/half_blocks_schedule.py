@@ -1,7 +1,7 @@
 """The schedule of the backward kernels of blocks of 64: ``half_blocks``, and ``stored_ds``, which stores dS."""
 
 from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step, operand
-from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardHalfBlocksConfig
 
 _TILE_STAGES = 2
 

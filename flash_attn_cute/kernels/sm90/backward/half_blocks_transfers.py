@@ -9,9 +9,9 @@ from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardHalfBlocksConfig
 from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
-from flash_attn_cute.kernels.sm90.config import BackwardHalfBlocksConfig
 
 
 class HalfBlocksTransfers(Transfers):

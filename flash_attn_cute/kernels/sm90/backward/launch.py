@@ -13,6 +13,12 @@ from flash_attn_cute.kernels.common.fixed_point import KeyRanges
 from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.backward_config import (
+    BackwardClusterConfig,
+    BackwardConfig,
+    BackwardHalfBlocksConfig,
+    BackwardStoredDSConfig,
+)
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
 from flash_attn_cute.kernels.sm90.backward.gradient_q import GradientQSm90
@@ -20,12 +26,6 @@ from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocks
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.stored_ds import BackwardStoredDSSm90
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
-from flash_attn_cute.kernels.sm90.config import (
-    BackwardClusterConfig,
-    BackwardConfig,
-    BackwardHalfBlocksConfig,
-    BackwardStoredDSConfig,
-)
 
 
 class BackwardPassSm90:

@@ -17,10 +17,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.backward.cta import _Work
 from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
 from flash_attn_cute.kernels.sm90.backward.stored_ds_transfers import StoredDSTransfers
-from flash_attn_cute.kernels.sm90.config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.mma import convert
 from flash_attn_cute.kernels.sm90.shared import write
 

@@ -1,0 +1,194 @@
+"""Tile sizes of Blackwell's forward kernels, and all else that changes their code. Needs no cutlass."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from flash_attn_cute.kernels.arguments import BLOCK
+from flash_attn_cute.kernels.features import Case, Features, PassName
+from flash_attn_cute.kernels.mask_tile import MaskTile
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, SCORE_COLUMNS, TARGETS, Sm100Config, is_wide, tile_columns
+
+
+class Registers(NamedTuple):
+    """A thread's, by the role of its warpgroup."""
+
+    softmax: int
+    epilogue: int
+    others: int
+    none: int = 40  # of the second softmax warpgroup, where a tile has one part
+
+
+O_STAGES = 2  # pieces of O in shared memory
+WINDOW = 32  # blocks of keys in a window of the block iterator
+ITERATOR_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Sm100Config):
+    """Configuration of a forward kernel."""
+
+    pass_name: ClassVar[PassName] = "forward"
+    persistent: ClassVar[bool] = True  # a CTA works on many tiles
+    group: ClassVar[int] = 1  # query heads that are rows of one tile
+
+    tile_dv: int  # columns of v, one of ``HEAD_DIMS``
+    q_parts: int  # of a CTA's queries, with 128 of them and a softmax warpgroup each
+    tile_n: int  # keys a block
+    k_stages: int  # blocks of keys in shared memory
+    v_stages: int  # and of values
+    o_in_q: bool  # O leaves through the place of its part of Q, as there is no other
+    ctas_a_tile: int = 1  # each with as many parts; of a block, two have half of the keys each, and half of v's columns
+
+    @property
+    def queries(self) -> int:
+        """Number of a tile's queries that a CTA has."""
+        return self.q_parts * PART_ROWS
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return self.ctas_a_tile * self.queries
+
+    @property
+    def keys_shared(self) -> int:
+        """Keys of a block that a CTA has in shared memory."""
+        return self.tile_n // self.ctas_a_tile
+
+    @property
+    def columns_shared(self) -> int:
+        """Columns of v that a CTA has in shared memory."""
+        return self.tile_dv // self.ctas_a_tile
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """Cut of a mask: a part of a tile, which has a list of its own, and a block."""
+        return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)
+
+    @property
+    def blocks_an_entry(self) -> int:
+        """Blocks of keys to an entry of a list. Entries of a block mask are of 128 keys."""
+        return BLOCK // self.tile_n if self.features.block_mask else 1
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
+        return self.mask_tile.parts_with_lists(lists, blocks)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a block of a tile may be EMPTY for a part, which then gets no products of it."""
+        return self.features.listed and self.q_parts > 1
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Blocks whose scores are begun before the output of one is: two products of scores are under way."""
+        return 2 // self.q_parts
+
+    @property
+    def polynomial_every(self) -> int:
+        """One of so many pairs of P comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
+
+        Nor are there any with a bias, which takes longer to read than P to compute, and registers; or where the largest
+        logits follow from P, of which a polynomial has four digits.
+        """
+        f = self.features
+        return 8 if self.target == TARGETS[10, 0] and not (f.bias or f.max_logits) else 0
+
+    @property
+    def registers(self) -> Registers:
+        """512 in sum, at most, over four warpgroups."""
+        if self.q_parts == 1:
+            return Registers(softmax=232, epilogue=120, others=120)
+        if self.ctas_a_tile == 2:  # whose producers also keep the published fields, and their own share of each block
+            return Registers(softmax=192, epilogue=72, others=56)
+        return Registers(softmax=200, epilogue=72, others=40)
+
+    # The map of tensor memory. P takes the place of the first half of its S: P of most pieces of a row is stored while
+    # scores of its last piece are still to be read.
+
+    def first_S(self, stage: Any) -> Any:
+        """The first column of scores."""
+        return SCORE_COLUMNS * stage
+
+    def first_O(self, part: Any) -> Any:
+        """The first column of a part's O."""
+        return 2 * SCORE_COLUMNS + self.tile_dv * part
+
+    @property
+    def stages(self) -> int:
+        """Blocks of keys in flight."""
+        return self.k_stages
+
+
+class _ForwardTile(NamedTuple):
+    """A row of the forward kernel's table."""
+
+    tile_d: int
+    tile_dv: int
+    q_parts: int
+    tile_n: int
+    k_stages: int
+    v_stages: int
+    o_in_q: bool = False
+    ctas_a_tile: int = 1
+    queries: int = 0  # of a sequence, at least
+    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
+    case: Case = Case()
+
+    def fits(self, columns: int, columns_v: int, features: Features, queries: int, window: int | None) -> bool:
+        """Whether it serves a call. Of v's columns each CTA has 64, or a multiple of it."""
+        fits_v = self.tile_dv >= columns_v and columns_v % (64 * self.ctas_a_tile) == 0
+        is_long = self.queries <= queries and is_wide(window, self.window)
+        return self.tile_d == columns and fits_v and is_long and self.case.fits(features)
+
+
+# The first row that fits is chosen. Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q
+# of all parts, K and V. With 64 keys a block products of scores wait for shared memory, but where it has no room for
+# two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
+# the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
+# tile may be empty, and under a right bound a tile's first queries see too little of its blocks. Of a window with both
+# bounds that is so of all tiles: where it is narrow, a pair of two parts goes over many more blocks than a part needs.
+_TENSORS = "mask block_mask bias"  # that pairs do not read
+_FORWARD_TILES = (
+    _ForwardTile(64, 64, 2, 128, 4, 4),
+    _ForwardTile(128, 128, 2, 128, 2, 2),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case(without=f"left right {_TENSORS}")),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, window=768, case=Case(without=_TENSORS)),
+    _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
+    _ForwardTile(192, 192, 1, 64, 2, 4),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=256, case=Case(without=f"right {_TENSORS}")),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case("right", without=_TENSORS)),
+    _ForwardTile(256, 256, 1, 64, 2, 2),
+)
+
+
+def forward_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    features: Features,
+    *,
+    group: int = 1,
+    queries: int = 0,
+    window: int | None = None,
+    target: str = TARGETS[10, 0],
+) -> ForwardConfig:
+    """The configuration that serves a call.
+
+    Args:
+        dtype: one of ``DTYPES``.
+        head_dim: of q and k.
+        head_dim_v: of v.
+        features: of the call.
+        group: for few queries, whose heads other architectures have in one tile; here they never share one.
+        queries: of a sequence, on average; 0 if that is not known.
+        window: keys that a query attends to, if a window bounds both sides.
+        target: one of ``TARGETS``.
+    """
+    del group
+    # Every thread reads its row of a bias, by words, wherever it is.
+    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False, half_blocks=False)
+    columns_v = tile_columns(head_dim_v)
+    columns = max(tile_columns(head_dim), columns_v)
+    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))._asdict()
+    del tile["queries"], tile["window"], tile["case"]
+    return ForwardConfig(target=target, dtype=dtype, features=features, **tile | {"tile_dv": columns_v})
