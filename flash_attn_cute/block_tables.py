@@ -9,6 +9,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 FULL_CODE = -1  # code of a block whose scores are all visible
+ANY_NUMBER = 1 << 31  # of blocks that a mask may list: no table has as many
+# Tenths of the blocks of a mask of larger blocks than 64 that are visible at the most where a backward pass stores dS.
+# Above, dQ is summed in fixed point, which takes as long at 75 %.
+_TENTHS_STORED = 6
+
+
+def most_with_half_columns(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Blocks that a mask of larger blocks than 64 lists at the most where any pass reads half columns, by its sizes."""
+    return _TENTHS_STORED * batch * heads * -(-seqlen_q // 128) * -(-seqlen_k // 128) // 10
 
 
 class BlockRows(NamedTuple):
@@ -65,36 +74,34 @@ class BlockTables(NamedTuple):
 
     Attributes:
         rows: for the forward pass.
-        columns: for the backward pass; None where nothing is differentiated.
+        columns: for the backward pass, of blocks of 128 keys or of 64; None where nothing is differentiated.
         real: rows that are no padding; None if no row is padding.
         intervals: tables of a backend's own, see ``backends.packing.Intervals``.
-        half_columns: for the backward pass, of blocks of 64 keys; None if no pass reads them.
     """
 
     rows: BlockRows
     columns: BlockColumns | None
     real: RealRows | None = None
     intervals: tuple[Tensor, Tensor] | None = None
-    half_columns: BlockColumns | None = None
+
+    @property
+    def has_half_columns(self) -> bool:
+        """Whether its columns are of blocks of 64 keys."""
+        return self.columns is not None and self.columns.spans.shape[0] == 1
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The tensors of rows and both kinds of columns, ``NUM_FLAT``, as operators take them; ``real`` follows."""
-        columns = ((None,) * 4 if some is None else some for some in (self.columns, self.half_columns))
-        return (*self.rows, *(x for some in columns for x in some))
+        """The tensors of rows and columns, ``NUM_FLAT``, as operators take them; ``real`` follows."""
+        return (*self.rows, *((None,) * len(BlockColumns._fields) if self.columns is None else self.columns))
 
     @classmethod
     def of_flat(cls, tensors: tuple[Tensor | None, ...], real: tuple[Tensor | None, ...]) -> "BlockTables | None":
         """Tables of flat tensors, the inverse of ``flat``; None if there are no tensors."""
-        parts = tensors[:3], tensors[3:7], tensors[7:], real
-        rows, columns, half_columns, kept = ([x for x in some if x is not None] for some in parts)
+        parts = tensors[:3], tensors[3:], real
+        rows, columns, kept = ([x for x in some if x is not None] for some in parts)
         if not rows:
             return None
-        return cls(
-            BlockRows(*rows),
-            BlockColumns(*columns) if columns else None,
-            RealRows(*kept) if kept else None,
-            half_columns=BlockColumns(*half_columns) if half_columns else None,
-        )
+        columns_or_none = BlockColumns(*columns) if columns else None
+        return cls(BlockRows(*rows), columns_or_none, RealRows(*kept) if kept else None)
 
 
-NUM_FLAT = len(BlockRows._fields) + 2 * len(BlockColumns._fields)
+NUM_FLAT = len(BlockRows._fields) + len(BlockColumns._fields)

@@ -159,9 +159,8 @@ class AttentionSpec(NamedTuple):
     Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
     each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
     blocks of queries in an order that a search has found. ``half_blocks`` says that the block mask is made of
-    blocks of 64 queries or keys. ``half_columns``: visible blocks of 64 x 64 of a head at the most, if its tables have
-    half columns; else 0. They have where it is made of blocks of 64 keys, or where the backend asks for them
-    (``Backend.lists_halves``). ``selection_block``: keys of a block that queries select; 0 if they select none.
+    blocks of 64 queries or keys. ``most_halves``: visible blocks of 64 x 64 of a head of it at the most, as far as
+    that is known without the device. ``selection_block``: keys of a block that queries select; 0 if they select none.
     """
 
     dtype: torch.dtype
@@ -185,7 +184,7 @@ class AttentionSpec(NamedTuple):
     low_contention: bool = False
     has_m_block_order: bool = False
     half_blocks: bool = False
-    half_columns: int = 0
+    most_halves: int = 0
     selection_block: int = 0
     packing_invariant: bool = False
     wide: bool = False

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
@@ -81,8 +82,11 @@ class Backend(Protocol):
         """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...
 
-    def lists_halves(self, spec: AttentionSpec) -> bool:
-        """Whether its backward pass reads half columns of a block mask that is made of larger blocks than 64."""
+    def most_listed(self, spec: AttentionSpec, inputs: AttentionInputs, block_mask: BlockMask) -> int:
+        """Blocks of 128 x 128 that a mask may list for the backward pass to read half columns of it, not columns.
+
+        Asked before the mask has tables. 0 if it reads columns, however few blocks there are.
+        """
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:

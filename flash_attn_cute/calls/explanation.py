@@ -1,5 +1,6 @@
 """Explanations: what a call would run, found without running it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.explained import planned, planned_selection
 from flash_attn_cute.calls import dispatch, lowering, nested, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.prepared_call import spec_of, with_half_columns
+from flash_attn_cute.calls.prepared_call import spec_of
 from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -172,7 +173,6 @@ def explain(
         spec = spec_of(copies, inputs)
         selection = dispatch.select(spec, inputs._replace(q=call.q), backend, backends, is_run=False)
         chosen = backends[selection.name]
-        spec = with_half_columns(spec, copies.block_mask, chosen)
         passes: tuple[PassPlan | None, PassPlan | None] = (None, None)
         num_sms = None
         if isinstance(chosen, CuteBackend):
@@ -182,8 +182,15 @@ def explain(
             if left is not None and left.selection_block:
                 passes = planned_selection(chosen.architecture, spec, inputs, num_sms, left.selection_shape)
             else:
-                blocks = None if left is None else (left.sizes[:2], left.order_sets)
-                passes = planned(chosen.architecture, spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
+                blocks, halves = None, 0
+                if left is not None:
+                    blocks = left.sizes[:2], left.order_sets
+                    halves = left.most_halves * math.prod(left.sizes[:2])
+                    if halves > 4 * chosen.most_listed(spec, inputs, left):
+                        halves = 0
+                passes = planned(
+                    chosen.architecture, spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks, halves=halves
+                )
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
     others = selection.on_request, selection.refusal

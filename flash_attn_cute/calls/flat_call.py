@@ -23,7 +23,6 @@ TENSORS = (
     # BlockTables.flat() and RealRows
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, "
     "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order, "
-    "Tensor? half_spans, Tensor? half_entries, Tensor? half_contributors, Tensor? half_order, "
     "Tensor? real_q, Tensor? real_k, Tensor? selected"
 )
 # ``flat_options``
@@ -34,7 +33,7 @@ OPTIONS = (
 )
 NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool low_contention, bool has_m_block_order, bool half_blocks, "
-    "SymInt half_columns, SymInt selection_block, " + OPTIONS.format(backend="str backend")
+    "SymInt most_halves, SymInt selection_block, " + OPTIONS.format(backend="str backend")
 )
 _NUM_TABLES = NUM_TENSORS + NUM_FLAT  # and with a block mask's rows and columns
 _NUM_REAL = _NUM_TABLES + 2  # and with its real rows

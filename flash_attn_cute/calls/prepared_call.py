@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.backends.base import Backend, BackwardCall, Gradients
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.torch_modes import have_strides, is_thread_watched, looks_like, without_default_device
@@ -36,7 +36,7 @@ class KnownOfBlockMask(NamedTuple):
     low_contention: bool
     has_m_block_order: bool
     half_blocks: bool
-    half_columns: int
+    most_halves: int
     selection_block: int
 
 
@@ -59,14 +59,15 @@ class Passes:
 class Plan(NamedTuple):
     """All that calls which look alike share; ``backend`` is the name of the one that serves them.
 
-    ``lasts``: whether calls that look alike get the same backend later. ``passes`` is None where calls have no looks,
-    as they need the dispatcher.
+    ``most_listed``: see ``Backend.most_listed``. ``lasts``: whether calls that look alike get the same backend later.
+    ``passes`` is None where calls have no looks, as they need the dispatcher.
     """
 
     options: Options
     spec: AttentionSpec
     backend: str
     max_seqlens: tuple[int, int]
+    most_listed: int = 0
     lasts: bool = True
     passes: Passes | None = None
 
@@ -91,9 +92,10 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
         if watched:
             selected = kept.as_fakes(selected)
     elif block_mask is not None:
-        tables = block_mask.tables(call.q.device, backward=backward, halves=plan.spec.half_columns > 0)
-        if _known_of_waits(block_mask) != _known_of_waits(plan.spec):
-            plan = planned(call)  # a search has found it just now
+        tables = block_mask.tables(call.q.device, backward=backward, most_listed=plan.most_listed)
+        if _known_of_waits(block_mask) != _known_of_waits(plan.spec):  # a search has found it just now
+            plan = planned(call)
+            tables = block_mask.tables(call.q.device, backward=backward, most_listed=plan.most_listed)
         if watched:
             tables = kept.as_fakes(tables)
     others = *plan.max_seqlens, tables, selected
@@ -146,9 +148,11 @@ def make_plan(call: AttentionCall) -> Plan:
     inputs = validate.check(call)
     spec = spec_of(call, inputs)
     selection = dispatch.select(spec, inputs, call.backend)
-    spec = with_half_columns(spec, call.block_mask, dispatch.BACKENDS[selection.name])
     dispatch.warn_of_fallback(selection, inputs.q.device)
-    return Plan(call.options, spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k), selection.lasts)
+    most = 0
+    if call.block_mask is not None:
+        most = dispatch.BACKENDS[selection.name].most_listed(spec, inputs, call.block_mask)
+    return Plan(call.options, spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k), most, selection.lasts)
 
 
 def cached_plan(call: AttentionCall) -> Plan:
@@ -161,7 +165,7 @@ def cached_plan(call: AttentionCall) -> Plan:
     mask, block_mask = None, call.block_mask
     if block_mask is not None:
         validate.check_type_of_block_mask(block_mask)
-        known = known_of_block_mask(block_mask), block_mask.most_halves
+        known = known_of_block_mask(block_mask), block_mask.half_columns > 0
         mask = block_mask.sizes, block_mask.order_sets, block_mask.device, known
     key = (looks, call.bounds, mask, call.options, call.backend, *dispatch.BACKENDS.values())
     plan: Plan | None = _kept.get(key)
@@ -181,13 +185,6 @@ def spec_of(call: AttentionCall, inputs: AttentionInputs) -> AttentionSpec:
     return spec._replace(has_block_mask=not known.selection_block, **known._asdict())
 
 
-def with_half_columns(spec: AttentionSpec, block_mask: BlockMask | None, backend: Backend) -> AttentionSpec:
-    """The spec of a call that a backend serves, which may ask for half columns of its block mask."""
-    if block_mask is None or not backend.lists_halves(spec):
-        return spec
-    return spec._replace(half_columns=block_mask.most_halves)
-
-
 def _known_of_waits(x: BlockMask | AttentionSpec) -> tuple[bool, bool]:
     """Facts about a block mask that a search for its order may find."""
     return x.low_contention, x.has_m_block_order
@@ -195,4 +192,4 @@ def _known_of_waits(x: BlockMask | AttentionSpec) -> tuple[bool, bool]:
 
 def known_of_block_mask(x: BlockMask | AttentionSpec) -> KnownOfBlockMask:
     """Facts about a block mask, or of the spec of a call with one."""
-    return KnownOfBlockMask(x.low_contention, x.has_m_block_order, x.half_blocks, x.half_columns, x.selection_block)
+    return KnownOfBlockMask(x.low_contention, x.has_m_block_order, x.half_blocks, x.most_halves, x.selection_block)

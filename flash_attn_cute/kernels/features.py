@@ -31,7 +31,7 @@ class Features:
     uniform_mask: bool = _flag("all queries of a sequence see the same keys", only="forward")
     block_mask: bool = _flag("tables list the blocks that tiles see, and hold bits of those that they see in part")
     half_blocks: bool = _flag("many quarters, 64 x 64, of a block mask's blocks are empty", only="forward")
-    half_columns: bool = _flag("64 keys of its blocks are seen by other queries than the other 64", only="backward")
+    half_columns: bool = _flag("its lists of queries are of 64 keys each, not of 128", only="backward")
     stored_ds: bool = _flag("dS of a block mask has room in a workspace, of some heads at a time", only="backward")
     intervals: bool = _flag("beside a block mask each query sees keys of one interval alone, and each key so queries")
     bias: bool = _flag("a tensor is added to the scores")

@@ -438,6 +438,9 @@ class BlockMask(TabledMask):
     def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
         """Makes the tables that calls read, ahead of torch.compile or a CUDA graph; returns the mask itself.
 
+        What calls ask for is not known here. So where Hopper's backward kernels read columns of 64 keys at some head
+        dimensions, and of 128 at others, both are made.
+
         Args:
             device: of the calls; None for that of the mask's tensors.
             tables: whether to make also the tables of windows and documents, which dense calls do not need.
@@ -458,10 +461,10 @@ class BlockMask(TabledMask):
             self.selected()
         elif tables or not self._does_without_tables:
             made = self.tables(where, backward=True)
-            if not self.low_contention:
-                made = self.tables(where, backward=True, halves=True)
-            columns = [x.entries for x in (made.columns, made.half_columns) if x is not None]
-            read += [made.rows.entries, made.rows.tiles, *columns]
+            read += [made.rows.entries, made.rows.tiles]
+            for some in (made, self.tables(where, backward=True, most_listed=self._most_listed(where))):
+                assert some.columns is not None
+                read.append(some.columns.entries)
         for x in read:
             if x is not None:  # their sizes differ from mask to mask, and shall compile nothing anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.block_tables import ANY_NUMBER, BlockTables, most_with_half_columns
 from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.dq_order.launch_orders import Launch
 from flash_attn_cute.sparsity import column_tables, row_tables
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import Node
@@ -27,7 +28,9 @@ _UNBUILT_TABLES = (
     "packed sequences, or (documents) mask and bias: call its build(tables=True) before"
 )
 
-_HALVES = "halves"  # with the device, the key of tables with half columns of masks of larger blocks
+_HOPPER = 9  # major compute capability of the GPUs whose kernels read half columns
+# With the device, keys of the launch of a mask's columns, and of tables with half columns.
+_LAUNCH, _HALVES = "launch", "halves"
 
 SELECTION = "{}: expected a mask of blocks of queries, got key blocks selected per query (from_selection){}"
 
@@ -173,29 +176,33 @@ class TabledMask:
 
         return kept.made(self._offsets, device, device, find)
 
-    def tables(self, device: torch.device, *, backward: bool, halves: bool = False) -> BlockTables:
+    def tables(self, device: torch.device, *, backward: bool, most_listed: int = 0) -> BlockTables:
         """The tables that backends read, made when first asked for, and kept.
 
         Args:
             device: of the call, which is the mask's if it has one.
-            backward: whether gradients are wanted.
-            halves: whether the tables with columns have half columns, too, even if the mask is made of larger blocks.
+            backward: whether gradients are wanted, so that the tables have columns.
+            most_listed: how many blocks of 128 x 128 the rows may have room for if columns are to be half columns; such
+                of a mask with low contention never are.
 
         Raises:
             RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
             ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``, which
                 has none.
         """
-        halves = halves and backward and not self.half_columns
-        there = self._tables.get((device, _HALVES) if halves else device)
-        if there is None and not backward:
-            there = self._rows.get(device)
+        there = self._rows.get(device)
+        if backward and isinstance(there, kept.Kept):
+            there = self._tables.get((device, _HALVES) if self._lists_halves(there.value, most_listed) else device)
         if isinstance(there, kept.Kept):
             tables: BlockTables = there.get()
             return tables
         if self.selection_block:
             raise ValueError(SELECTION.format("block_mask", ", which has no tables"))
-        return (self._traced if self._is_traced(device) else self._made)(device, backward, halves)
+        return (self._traced if self._is_traced(device) else self._made)(device, backward, most_listed)
+
+    def _lists_halves(self, rows: BlockTables, most_listed: int) -> bool:
+        """Whether columns beside these rows are half columns. Sizes alone decide: nothing waits for the device."""
+        return most_listed > 0 and not self.low_contention and len(rows.rows.entries) <= most_listed
 
     def selected(self) -> Tensor:
         """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``.
@@ -211,7 +218,13 @@ class TabledMask:
         """Whether results computed now belong to a program or a graph, and must not be kept."""
         return torch.compiler.is_compiling() or kept.is_captured(device) or not self._node.is_real
 
-    def _traced(self, device: torch.device, backward: bool, halves: bool) -> BlockTables:
+    def _most_listed(self, device: torch.device) -> int:
+        """Blocks of 128 x 128 that it may list for calls on a device to read half columns, whatever they ask for."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+            return 0
+        return ANY_NUMBER if self.half_columns else most_with_half_columns(*self.sizes)
+
+    def _traced(self, device: torch.device, backward: bool, most_listed: int) -> BlockTables:
         """Makes tables as a part of a program, which cannot wait for the device."""
         there = kept.found(self._rows, device)
         node = self._node
@@ -220,58 +233,46 @@ class TabledMask:
         if there is None:
             node.use(checked=False)
         tables = BlockTables(node.rows(), None, node.real) if there is None else there.get()
-        if not backward:
-            return tables
-        tables = self._with_columns(tables)[0]
-        return self._with_halves(tables) if halves else tables
+        return self._with_columns(tables, self._launch_of(tables), most_listed) if backward else tables
 
-    def _made(self, device: torch.device, backward: bool, halves: bool) -> BlockTables:
+    def _made(self, device: torch.device, backward: bool, most_listed: int) -> BlockTables:
         """Finds the kept tables, or makes and keeps them."""
         node = self._node
 
-        def without_columns() -> BlockTables:
+        def of_rows() -> BlockTables:
             node.use()
             if isinstance(node, Indices):
                 return BlockTables(node.rows(), None, node.real)
             rows = row_tables.build(node, self.sizes, device)
             return BlockTables(rows, None, row_tables.real_rows(node, rows, self.sizes))
 
-        def with_columns() -> BlockTables:
-            tables = kept.made(self._rows, device, device, without_columns)
-            tables, contention = self._with_columns(tables)
-            if contention is not None:  # before other threads can find the tables
-                object.__setattr__(self, "_contention", contention)
+        tables = kept.made(self._rows, device, device, of_rows)
+        if not backward:
             return tables
+        launch = kept.made(self._tables, (device, _LAUNCH), device, lambda: self._launch_of(tables))
+        if self._is_searched:
+            contention = _Contention(launch.low_contention, launch.m_block_order is not None)
+            object.__setattr__(self, "_contention", contention)
+        key = (device, _HALVES) if self._lists_halves(tables, most_listed) else device
+        return kept.made(self._tables, key, device, lambda: self._with_columns(tables, launch, most_listed))
 
-        def with_halves() -> BlockTables:
-            return self._with_halves(kept.made(self._tables, device, device, with_columns))
-
-        if halves:
-            return kept.made(self._tables, (device, _HALVES), device, with_halves)
-        if backward:
-            return kept.made(self._tables, device, device, with_columns)
-        return kept.made(self._rows, device, device, without_columns)
-
-    def _with_columns(self, tables: BlockTables) -> tuple[BlockTables, _Contention | None]:
-        """Makes the columns of tables of rows; returns also what a search has found, if there was one."""
+    def _launch_of(self, tables: BlockTables) -> Launch:
+        """Finds the launch of the tiles of keys."""
         if self._sources is not None and isinstance(self._order, Tensor):
             self._sources.use({"order": [self._order]})
-        rows, sizes = tables.rows, self.sizes
-        order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, sizes, self._group)
-        contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
-        tables = tables._replace(columns=column_tables.columns(rows, order, sizes, m_block_order))
-        return self._with_halves(tables, m_block_order) if self.half_columns else tables, contention
+        return column_tables.launch_of(self._order, tables.rows, self.sizes, self._group)
 
-    def _with_halves(self, tables: BlockTables, m_block_order: Tensor | None = None) -> BlockTables:
-        """Makes the half columns of tables that have columns; their tiles wait for no turn, so any order serves."""
-        assert tables.columns is not None
-        sizes, most = self.sizes, None
+    def _with_columns(self, tables: BlockTables, launch: Launch, most_listed: int) -> BlockTables:
+        """Makes the columns beside rows, or half columns."""
+        rows, sizes, most = tables.rows, self.sizes, None
+        if not self._lists_halves(tables, most_listed):
+            columns = column_tables.columns(rows, launch.order, sizes, launch.m_block_order)
+            return tables._replace(columns=columns)
         if isinstance(self._node, Indices):
             most = self.most_halves * sizes.batch * sizes.heads
-        is_default = isinstance(self._order, str) and self._order == "default"
-        order = None if is_default else tables.columns.order
-        halves = column_tables.half_columns(tables.rows, order, sizes, m_block_order, most)
-        return tables._replace(half_columns=halves)
+        # Tiles of larger blocks than 64 wait for no turn, so that ascending blocks of queries serve.
+        m_block_order = launch.m_block_order if self.half_columns else None
+        return tables._replace(columns=column_tables.half_columns(rows, launch.order, sizes, m_block_order, most))
 
     def _any_tables(self) -> BlockTables:
         """Tables on a device that has some already, if any."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import BlockMask
+from flash_attn_cute import BlockMask, block_tables
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
@@ -75,7 +75,7 @@ class Stored(Interpreted):
 
 @pytest.mark.parametrize("case", tiered(CASES, "plain"))
 def test_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_TENTHS_STORED", 10)
+    monkeypatch.setattr(block_tables, "_TENTHS_STORED", 10)
     queries, keys, batch, options = CASES[case]
     options = dict(options)
     lagging, through_lse = options.pop("lagging", None), options.pop("through_lse", False)

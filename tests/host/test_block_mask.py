@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.block_tables import ANY_NUMBER, BlockTables
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.dq_order.turns import write_order
 from flash_attn_cute.sparsity import bits, row_tables
@@ -204,9 +204,10 @@ def test_columns_of_half_blocks(seed: int) -> None:
         mask = mask.with_order(launch.int())
     launch = torch.stack((2 * launch + 1, 2 * launch), -1).flatten(-2)
     kept = launch[launch < blocks_k].view(*launch.shape[:-1], blocks_k)
-    tables = tables_of(mask)
-    halves = tables.half_columns
+    tables = tables_of(mask, most_listed=ANY_NUMBER)
+    halves = tables.columns
     assert halves is not None
+    assert tables.has_half_columns
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in halves)
     assert torch.equal(halves.order.expand(1, heads, -1), kept.int().expand(1, heads, -1))
     adding = torch.zeros_like(halves.contributors)
@@ -227,17 +228,20 @@ def test_columns_of_half_blocks(seed: int) -> None:
 
 @pytest.mark.parametrize("order", ["default", "spt"])
 def test_half_columns_of_larger_blocks(order: str) -> None:
-    """A mask has those of the same mask made of blocks of 64, and only if they are asked for."""
+    """A mask has those of the same mask made of blocks of 64, and only if it lists few enough blocks."""
     visible = torch.rand(2, 3, 4, 5) < 0.4
     indices = torch.where(visible, torch.arange(5), -1)
     quarters = visible.repeat_interleave(2, -2).repeat_interleave(2, -1)
     of_64 = BlockMask.from_blocks(quarters, 64).with_order(order)
-    expected = tables_of(of_64).half_columns
+    expected = tables_of(of_64, most_listed=ANY_NUMBER).columns
     assert expected is not None
     for mask in (BlockMask.from_blocks(visible), BlockMask.from_indices(indices, seqlen_k=640)):
         ordered = mask.with_order(order)
-        assert tables_of(ordered).half_columns is None
-        halves = ordered.tables(torch.device("cpu"), backward=True, halves=True).half_columns
+        listed = len(tables_of(ordered).rows.entries)
+        chosen = [tables_of(ordered, most_listed=most) for most in (0, listed - 1, listed)]
+        assert [tables.has_half_columns for tables in chosen] == [False, False, True]
+        assert chosen[0].columns is chosen[1].columns
+        halves = chosen[2].columns
         assert halves is not None
         assert all(torch.equal(x, y) for x, y in zip(halves, expected, strict=True) if x is not halves.entries)
         assert torch.equal(halves.entries[: len(expected.entries)], expected.entries)
@@ -245,8 +249,8 @@ def test_half_columns_of_larger_blocks(order: str) -> None:
 
 
 def equal_tables(*masks: BlockMask) -> bool:
-    """Whether rows and columns are equal; constructors decide whether there are half columns beside them."""
-    first, *others = (tables_of(mask)._replace(half_columns=None) for mask in masks)
+    """Whether rows and columns are equal."""
+    first, *others = map(tables_of, masks)
     return all(are_equal(first, other) for other in others)
 
 
@@ -438,9 +442,9 @@ def test_tables_are_kept() -> None:
     first = mask.tables(CPU, backward=False)
     assert first.columns is None
     assert mask.build("cpu", tables=True) is mask
-    second = mask.tables(CPU, backward=False)
+    assert mask.tables(CPU, backward=False).rows is first.rows
+    second = mask.tables(CPU, backward=True)
     assert second.rows is first.rows
-    assert second.columns is mask.tables(CPU, backward=True).columns
     spt = mask.with_order("spt")
     assert spt.tables(CPU, backward=False).rows is first.rows
     assert mask.tables(CPU, backward=True).columns is second.columns

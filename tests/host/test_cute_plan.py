@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import (
     _CELLS,
     ScoreLayout,
     Shapes,
     _splits,
     features_of,
+    most_listed,
     plan_backward,
     plan_forward,
+    rounded_up,
 )
+from flash_attn_cute.block_tables import ANY_NUMBER
 from flash_attn_cute.dq_order.contention_model import machine_of
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
@@ -271,8 +273,11 @@ def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
     options = {"nheads_k": 8, "head_dim": head_dim, "head_dim_v": head_dim, "has_block_mask": True}
     architecture = ARCHITECTURES[name].on(next(iter(ARCHITECTURES[name].targets))) if name == "sm100" else SM90
     shapes = DENSE._replace(k=(2, 400, 8, 128))
+    spec = spec_of(**options, half_blocks=True, most_halves=35)
+    listed = most_listed(architecture, spec, 2, (1, 1, 400, 400), made_of_64=True)
+    assert listed == (0 if kind is None else ANY_NUMBER)
     of_halves, without = (
-        plan_backward(architecture, spec_of(**options, half_blocks=n > 0, half_columns=n), shapes, 132).config
+        plan_backward(architecture, spec, shapes._replace(scores=ScoreLayout(half_entries=n)), 132).config
         for n in (35, 0)
     )
     assert type(of_halves) is (kind or type(without))
@@ -280,28 +285,38 @@ def test_who_stores_dS(name: str, head_dim: int, kind: type | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "options", "lists_halves", "kind"),
+    ("options", "sizes", "listed"),
     [
-        (19600, {}, True, BackwardStoredDSConfig),
-        (19700, {}, True, BackwardCtaConfig),  # more than six tenths are visible
-        (0, {}, True, BackwardCtaConfig),  # as many may be, for all that is known
-        (9800, {"deterministic": False}, False, BackwardCtaConfig),
-        (9800, {"low_contention": True}, False, BackwardCtaConfig),
-        (9800, {"head_dim": 64, "head_dim_v": 64}, False, BackwardCtaConfig),
-        (9800, {"has_bias": True}, False, BackwardCtaConfig),
+        ({}, (1, 8, 4096, 4096), 4915),  # six tenths of all blocks
+        ({}, (1, 8, 4096, 4000), 4915),
+        ({"deterministic": False}, (1, 8, 4096, 4096), 0),
+        ({"low_contention": True}, (1, 8, 4096, 4096), 0),
+        ({"head_dim": 64, "head_dim_v": 64}, (1, 8, 4096, 4096), 0),
+        ({"head_dim": 192, "head_dim_v": 192}, (1, 8, 4096, 4096), 0),
+        ({"has_bias": True}, (1, 8, 4096, 4096), 0),
+        ({"packed": True}, (1, 8, 4096, 4096), 0),
+        ({"window_right": 0}, (1, 8, 4096, 4096), 0),
+        ({"half_blocks": True}, (1, 8, 4096, 4096), 0),  # of blocks of 64 queries and 128 keys
+        ({"has_block_mask": False, "selection_block": 64}, (1, 8, 4096, 4096), 0),
+        ({}, (1, 1, 2**16, 2**16), 47662),  # dS of a list has no room: half a chunk
+        ({"nheads_k": 4}, (1, 1, 2**16, 2**16), 23831),  # of two heads a tile
+        ({}, (2, 8, 2**16, 2**16), 95325),  # or all of it in a chunk
     ],
 )
 def test_deterministic_passes_store_dS_of_larger_blocks(
-    entries: int, options: dict[str, Any], lists_halves: bool, kind: type
+    options: dict[str, Any], sizes: tuple[int, int, int, int], listed: int
 ) -> None:
-    """Where dQ would be summed in fixed point, and not too many blocks are visible."""
+    """Where dQ would be summed in fixed point, up to so many blocks of 128; those have room."""
     given: dict[str, Any] = {"nheads_k": 8, "head_dim": 128, "head_dim_v": 128, "has_block_mask": True}
-    spec = spec_of(nheads=8, **given | {"deterministic": True} | options)
-    assert CuteBackend(SM90).lists_halves(spec) == lists_halves
-    spec = spec._replace(half_columns=4096 if lists_halves else 0)
-    layout = ScoreLayout(block_lists=(1, 8), half_entries=entries)
-    shapes = Shapes((2, 4096, 8, 128), (2, 4096, 8, 128), num_sequences=0, max_seqlen_q=4096, scores=layout)
-    assert type(plan_backward(SM90, spec, shapes, 132).config) is kind
+    most_halves = -(-sizes[2] // 64) * -(-sizes[3] // 64)
+    spec = spec_of(nheads=8, most_halves=most_halves, **given | {"deterministic": True} | options)
+    assert most_listed(SM90, spec, 2, sizes, made_of_64=False) == listed
+    if listed:
+        layout = ScoreLayout(block_lists=sizes[:2], half_entries=rounded_up(4 * listed))
+        heads = spec.nheads_k
+        shapes = Shapes((2, sizes[2], 8, 128), (2, sizes[3], heads, 128), 0, max_seqlen_q=sizes[2], scores=layout)
+        assert type(plan_backward(SM90, spec, shapes, 132).config) is BackwardStoredDSConfig
+        assert type(plan_backward(SM90, spec, shapes._replace(scores=ScoreLayout()), 132).config) is BackwardCtaConfig
 
 
 def test_places_in_dS_take_32_bits() -> None:
@@ -322,7 +337,7 @@ def test_chunks_of_heads_have_room(seed: int) -> None:
     layout = ScoreLayout(block_lists=(batch, nheads), half_entries=entries)
     q, k = ((batch, 64 * blocks, heads, 128) for heads in (nheads, nheads_k))
     shapes = Shapes(q, k, num_sequences=0, max_seqlen_q=64 * blocks, scores=layout)
-    spec = spec_of(nheads=nheads, nheads_k=nheads_k, has_block_mask=True, half_blocks=True, half_columns=of_head)
+    spec = spec_of(nheads=nheads, nheads_k=nheads_k, has_block_mask=True, half_blocks=True, most_halves=of_head)
     planned = plan_backward(SM90, spec, shapes, 132)
     n, together = planned.numbers, 2 if group > 1 else 1
     if not isinstance(planned.config, BackwardStoredDSConfig):

@@ -22,10 +22,10 @@ from flash_attn_cute.backends.cute.plan import (
     BackwardPlan,
     ScoreLayout,
     Shapes,
+    most_listed,
     plan_backward,
     plan_bias_gradient,
     plan_forward,
-    stores_dS,
     takes_tiles,
 )
 from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedForward, has_backward, has_forward
@@ -52,6 +52,7 @@ from flash_attn_cute.backends.packing import (
 )
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results, residual_columns, statically_true
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
@@ -123,9 +124,10 @@ class CuteBackend:
         gpu = torch.cuda.get_device_properties(device)
         return (gpu.major, gpu.minor) in self.architecture.targets
 
-    def lists_halves(self, spec: AttentionSpec) -> bool:
-        """Whether the backward pass may store dS of such a mask, in half columns."""
-        return stores_dS(self.architecture, spec)
+    def most_listed(self, spec: AttentionSpec, inputs: AttentionInputs, block_mask: BlockMask) -> int:
+        """See ``Backend.most_listed``."""
+        batch = 1 if spec.packed else inputs.q.shape[0]
+        return most_listed(self.architecture, spec, batch, block_mask.sizes, block_mask.half_columns > 0)
 
     def num_sms(self, device: torch.device) -> int:
         """SMs of a GPU that it is made for."""

@@ -26,8 +26,9 @@ def columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     tables = inputs.block_mask
     if tables is None:
         return {"blocks": NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
-    columns = tables.half_columns if config.tile_n == HALF else tables.columns
+    columns = tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
+    assert tables.has_half_columns == (config.tile_n == HALF), "block_mask: has columns of another size of blocks"
     is_half = config.tile_m == HALF
     return {
         "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles, config),

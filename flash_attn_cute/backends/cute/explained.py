@@ -29,6 +29,7 @@ def planned(
     *,
     need_dbias: bool,
     blocks: Any = None,
+    halves: int = 0,
 ) -> Passes:
     """The launches of a call.
 
@@ -40,6 +41,7 @@ def planned(
         need_dbias: whether the bias has a gradient.
         blocks: of a block mask, which is not among the inputs: batch entries and heads that differ, and those
             whose launch orders do.
+        halves: blocks of 64 x 64 that its half columns list; 0 if it has columns of 128 keys.
     """
     intervals = needs_intervals(spec)
     if intervals:
@@ -54,7 +56,8 @@ def planned(
     no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
     if has_queries and has_keys and not no_sequences:
         repacked = runs_packed(spec, inputs) and not spec.packed
-        layout = score_layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
+        layout = score_layout(inputs, bias, is_repacked=repacked, blocks=blocks)
+        layout = layout._replace(intervals=intervals, half_entries=halves)
         given = as_packed(inputs) if repacked else inputs
         sequences = num_sequences(given) * (2 if may_have_fully_masked(given, spec.window_right) else 1)
         shapes = plan.Shapes(given.q.shape, given.k.shape, sequences, given.max_seqlen_q, False, layout)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flash_attn_cute.backends.packing import needs_intervals
+from flash_attn_cute.block_tables import ANY_NUMBER, most_with_half_columns
 from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
@@ -41,9 +42,6 @@ _FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many s
 # at the ends of kernels CTAs run out of tiles, and fewer heads fit into a section. Kernels can take less than 8 GiB, as
 # they count its numbers of 4 bytes in 32 bits.
 _CELLS = 3 << 17
-# Tenths of a mask of larger blocks than 64 that are visible at the most where dS is stored. Above, dQ is summed in
-# fixed point, which takes as long at 75 %.
-_TENTHS_STORED = 6
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -65,7 +63,7 @@ class ScoreLayout(NamedTuple):
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
     block_lists: tuple[int, int] = (1, 1)  # of a block mask, over the batch and heads: 1, or those that differ
     block_orders: tuple[int, int] = (1, 1)  # its launch orders, over the batch and key heads
-    half_entries: int = 0  # of its columns of 64 keys; 0 if it has none, or they are not known
+    half_entries: int = 0  # of its half columns; 0 if it has columns of 128 keys
     intervals: bool = False  # beside it each row sees one interval alone
 
     def mask_blocks(self, keys: int) -> int:
@@ -148,7 +146,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         half_blocks=spec.half_blocks,
-        half_columns=spec.half_columns > 0 and spec.half_blocks,
+        half_columns=scores.half_entries > 0,
         stored_ds=_chunks_of(spec, shapes) is not None,
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
@@ -238,7 +236,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
+    heads_a_tile = _heads_a_tile(spec) if config.sums_heads else 1
     sums = 0 if config.stores_dS else 4 * config.tile_d
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + sums)
     has_order = config.in_order and spec.has_m_block_order
@@ -326,31 +324,47 @@ class _Chunks(NamedTuple):
 def _chunks_of(spec: AttentionSpec, shapes: Shapes) -> _Chunks | None:
     """Chunks of a call whose block mask has half columns, in which dS is stored.
 
-    None if the mask has none, or dS of a head no room, or too many of its blocks may be visible, which are larger than
-    64.
+    None if the mask has none, or dS of a head no room.
     """
-    if not spec.half_columns or shapes.packed:
+    entries = shapes.scores.half_entries
+    if not entries:
         return None
-    lists_batch, lists_heads = shapes.scores.block_lists
-    entries = shapes.scores.half_entries or spec.half_columns * lists_batch * lists_heads
-    blocks = lists_batch * lists_heads * -(-shapes.q[1] // 64) * -(-shapes.k[1] // 64)
-    if not spec.half_blocks and 10 * entries > _TENTHS_STORED * blocks:
-        return None
-    heads_a_tile = math.gcd(spec.nheads // spec.nheads_k, _HEADS_A_TILE)
-    most = entries * (shapes.q[0] * spec.nheads // (lists_batch * lists_heads))
-    chunks = _Chunks(most, heads_a_tile * min(entries, spec.half_columns))
+    most = entries * (shapes.q[0] * spec.nheads // math.prod(shapes.scores.block_lists))
+    chunks = _Chunks(most, _heads_a_tile(spec) * min(entries, spec.most_halves))
     return None if chunks.are_several and not chunks.most_heads else chunks
 
 
-def stores_dS(architecture: Architecture, spec: AttentionSpec) -> bool:
-    """Whether a backward pass stores dS of a mask of larger blocks than 64, if it has room.
+def _heads_a_tile(spec: AttentionSpec) -> int:
+    """Query heads that a tile of keys comes to, where it sums their dK and dV."""
+    return math.gcd(spec.nheads // spec.nheads_k, _HEADS_A_TILE)
 
-    How many blocks are visible is not known here: ``_chunks_of`` decides.
+
+def rounded_up(entries: int) -> int:
+    """A number of entries rounded up by 1/32 at the most, so that masks with nearly as many have one plan."""
+    step = 1 << max(0, entries.bit_length() - 6)
+    return -(-entries // step) * step
+
+
+def most_listed(
+    architecture: Architecture, spec: AttentionSpec, batch: int, sizes: tuple[int, int, int, int], made_of_64: bool
+) -> int:
+    """Blocks of 128 x 128 that a mask may list for a backward pass to read half columns of it.
+
+    The choice between columns of 64 and of 128 keys, made once and before either is there. A mask of blocks of 64 has
+    half columns wherever a kernel reads them. Others have them where dS is stored in place of a sum in fixed point.
+
+    Args:
+        architecture: whose kernels.
+        spec: of the call.
+        batch: its entries.
+        sizes: of the mask: batch entries, heads, seqlen_q and seqlen_k.
+        made_of_64: whether the mask is made of blocks of 64 keys.
     """
-    if not spec.has_block_mask or spec.half_blocks:
-        return False
+    if not spec.has_block_mask:
+        return 0
     features = Features(
         block_mask=True,
+        half_columns=True,
         stored_ds=True,
         deterministic=spec.deterministic,
         bias=spec.has_bias,
@@ -359,8 +373,17 @@ def stores_dS(architecture: Architecture, spec: AttentionSpec) -> bool:
     )
     configure = architecture.passes["backward"].configure
     config = configure(DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features, low_contention=spec.low_contention)
-    stores: bool = config.stores_dS
-    return stores
+    if made_of_64:
+        return ANY_NUMBER if config.features.half_columns else 0
+    if not (config.stores_dS and spec.deterministic) or spec.half_blocks:
+        return 0
+    most = most_with_half_columns(*sizes)
+    heads = _heads_a_tile(spec)
+    if 2 * heads * spec.most_halves <= _CELLS:
+        return most
+    # So large a head may need more room than there is: all of dS has to be one chunk, or each of its lists half of one.
+    room = max(_CELLS // max(1, batch * spec.nheads // (sizes[0] * sizes[1])), _CELLS // (2 * heads))
+    return min(most, room * 8 // 33)  # of four blocks of 64 x 64 each, whose number is rounded up
 
 
 def plan_bias_gradient(

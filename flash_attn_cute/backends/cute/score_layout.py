@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.cute.layouts import fits
-from flash_attn_cute.backends.cute.plan import FEW_QUERIES, BiasGradientOf, ScoreLayout, Shapes
+from flash_attn_cute.backends.cute.plan import FEW_QUERIES, BiasGradientOf, ScoreLayout, Shapes, rounded_up
 from flash_attn_cute.backends.packing import dense_has_fully_masked
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
@@ -65,16 +65,11 @@ def score_layout(
 
 
 def half_entries(inputs: AttentionInputs) -> int:
-    """Blocks of 64 x 64 that a block mask's half columns list; 0 of other calls.
-
-    Rounded up by 1/32 at the most, so that masks with nearly as many have one plan.
-    """
+    """Blocks of 64 x 64 that a block mask's half columns list, rounded up (``plan.rounded_up``); 0 of other calls."""
     tables = inputs.block_mask
-    if tables is None or tables.half_columns is None:
+    if tables is None or tables.columns is None or not tables.has_half_columns:
         return 0
-    num = max(1, len(tables.half_columns.entries))
-    step = 1 << max(0, num.bit_length() - 6)
-    return -(-num // step) * step
+    return rounded_up(max(1, len(tables.columns.entries)))
 
 
 def as_four(x: Tensor) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from flash_attn_cute.backends.portable import blockwise, fused, selected
 from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores, view_selected
 from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
@@ -30,9 +31,9 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
-    def lists_halves(self, spec: AttentionSpec) -> bool:
-        """No: it reads rows of blocks alone."""
-        return False
+    def most_listed(self, spec: AttentionSpec, inputs: AttentionInputs, block_mask: BlockMask) -> int:
+        """None: it reads rows of blocks alone."""
+        return 0
 
     def is_made_for(self, device: torch.device) -> bool:
         """For none; it serves where others do not."""

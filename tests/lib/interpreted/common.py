@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import Backend
-from flash_attn_cute.calls.prepared_call import known_of_block_mask, with_half_columns
+from flash_attn_cute.calls.prepared_call import known_of_block_mask
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -33,7 +33,7 @@ def as_given(
 ) -> tuple[AttentionInputs, AttentionSpec]:
     """A call as backends are given it, with what a backward pass takes; autograd knows nothing of its q, k and v.
 
-    ``backend`` may ask for half columns of its block mask.
+    ``backend`` chooses the columns of its block mask.
     """
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
@@ -58,8 +58,8 @@ def as_given(
     if call.block_mask is not None:
         spec = spec._replace(**known_of_block_mask(call.block_mask)._asdict())
         if backend is not None and not block:
-            spec = with_half_columns(spec, call.block_mask, backend)
-            tables = call.block_mask.tables(torch.device("cpu"), backward=True, halves=spec.half_columns > 0)
+            most = backend.most_listed(spec, inputs, call.block_mask)
+            tables = call.block_mask.tables(torch.device("cpu"), backward=True, most_listed=most)
             inputs = inputs._replace(block_mask=tables)
     return inputs, spec
 

@@ -262,7 +262,7 @@ _BACKWARD_TILES = (
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
-_MAY_HAVE_HALVES = Case("block_mask", without="bias intervals packed")  # tiles of 64 keys
+_HAS_HALVES = Case("block_mask half_columns", without="bias intervals packed")  # tiles of 64 keys
 
 # Keys of a sequence up to which sums in order are faster: zeros in sums that have none are traffic to memory, as much
 # for short sequences as for long ones. On an H100 at d = 128 causal passes in order take 0.95 of the time at 512 keys,
@@ -386,14 +386,13 @@ def backward_config(
     registers = (40, 232) if is_busy else row.registers
     # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
     fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
-    if _MAY_HAVE_HALVES.fits(features) and (fixed_point or (features.half_columns and not in_order)):
+    if _HAS_HALVES.fits(features) and (fixed_point or not in_order):
         if features.stored_ds and tile_d == 128:
             # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
-            columns_K, features = 16 if features.softcap else 32, replace(features, half_columns=True)
+            columns_K = 16 if features.softcap else 32
             return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
-        if features.half_columns:
-            features = replace(features, stored_ds=False)
-            return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
+        features = replace(features, stored_ds=False)
+        return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
     features = replace(features, half_columns=False, stored_ds=False)
     return BackwardCtaConfig(
         dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point, row.halves_dV

@@ -4,7 +4,7 @@
 numbers. ``cta`` has 128 keys a CTA, half of which many of a step's 64 queries do not see under such a mask: in a random
 one of 25 % a step computes 1.75 times what is visible. Here a CTA has one mma warpgroup and its 64 keys, and an SM has
 two such CTAs, which know nothing of each other: the products of one run while the other computes P or dS, waits, or
-ends a tile. Lists have blocks of 64 queries that see some of the 64 keys (``BlockTables.half_columns``).
+ends a tile. Lists have blocks of 64 queries that see some of the 64 keys (half columns of ``BlockTables``).
 
 Products are those of ``cta``, but dQ is computed in the step itself, for no other warpgroup has a part in it.
     S' = K Q'
