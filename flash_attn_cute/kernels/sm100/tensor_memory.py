@@ -11,7 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import T
+
+from flash_attn_cute.kernels.common.assembly import assembly
 
 _AT_ONCE = 32  # columns of an instruction, at most
 
@@ -32,8 +34,7 @@ def row_address(memory: cute.Pointer, thread: Int32) -> Int32:
     return memory.toint() + (thread // 32 * 32 << 16)
 
 
-@dsl_user_op
-def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:  # type: ignore[no-untyped-def]
+def load(address: Int32, columns: int) -> list[Float32]:
     """This thread's numbers in some columns, 16 or a multiple of 32, by all of a warp; they are there on return.
 
     The wait is part of the same assembly: as a statement of its own the compiler would use registers ahead of it.
@@ -45,49 +46,31 @@ def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:  
     )
     numbers = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * columns)})>")
     constraints = "=f," * columns + "r,~{memory}"
-    operands = [Int32(address).ir_value(loc=loc, ip=ip)]
-    loaded = _assembly(numbers, operands, text + "tcgen05.wait::ld.sync.aligned;", constraints, loc, ip)
-    return [Float32(llvm.extractvalue(T.f32(), loaded, [i], loc=loc, ip=ip)) for i in range(columns)]
+    loaded = assembly(numbers, [Int32(address)], text + "tcgen05.wait::ld.sync.aligned;", constraints, True)
+    return [Float32(llvm.extractvalue(T.f32(), loaded, [i])) for i in range(columns)]
 
 
-@dsl_user_op
-def store(address: Int32, numbers: list[Int32 | Float32], *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+def store(address: Int32, numbers: list[Int32 | Float32]) -> None:
     """Numbers into this thread's row of as many columns, a multiple of 16, by all of a warp; there on return."""
     text = ""
     for i in range(0, len(numbers), _AT_ONCE):
         columns = min(len(numbers) - i, _AT_ONCE)
         text += f"tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [$0 + {i}], {_registers(i + 1, columns)};\n"
     kind = "f" if isinstance(numbers[0], Float32) else "r"
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *numbers)]
+    operands = [Int32(address), *numbers]
     constraints = "r," + f"{kind}," * len(numbers) + "~{memory}"
-    _assembly(None, operands, text + "tcgen05.wait::st.sync.aligned;", constraints, loc, ip)
+    assembly(None, operands, text + "tcgen05.wait::st.sync.aligned;", constraints, True)
 
 
-@dsl_user_op
-def before_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+def before_sync() -> None:
     """Orders this thread's accesses to tensor memory before its next arrival."""
-    _assembly(None, [], "tcgen05.fence::before_thread_sync;", "~{memory}", loc, ip)
+    assembly(None, [], "tcgen05.fence::before_thread_sync;", "~{memory}", True)
 
 
-@dsl_user_op
-def after_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+def after_sync() -> None:
     """Orders this thread's following accesses to tensor memory after what it has waited for."""
-    _assembly(None, [], "tcgen05.fence::after_thread_sync;", "~{memory}", loc, ip)
+    assembly(None, [], "tcgen05.fence::after_thread_sync;", "~{memory}", True)
 
 
 def _registers(first: int, num: int) -> str:
     return "{" + ", ".join(f"${i}" for i in range(first, first + num)) + "}"
-
-
-def _assembly(result: object, operands: list[ir.Value], text: str, constraints: str, loc: object, ip: object) -> object:
-    return llvm.inline_asm(
-        result,
-        operands,
-        text,
-        constraints,
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
