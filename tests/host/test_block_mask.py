@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from flash_attn_cute import BlockMask
 from flash_attn_cute.block_tables import ANY_NUMBER, BlockTables
 from flash_attn_cute.dq_order import launch_orders
-from flash_attn_cute.dq_order.turns import write_order
 from flash_attn_cute.sparsity import bits, row_tables
 from flash_attn_cute.sparsity.bits import HALF
 from tests.lib.masks import (
@@ -30,6 +29,7 @@ from tests.lib.masks import (
     spread,
     tables_of,
 )
+from tests.lib.turns import write_order
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]

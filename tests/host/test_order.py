@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cute.dq_order.turns import longest_first, shortest_first, turns_of_window, write_order
+from flash_attn_cute.dq_order.turns import longest_first, shortest_first
 from tests.lib.turn_model import Addition, Backward, DeadlockError, Machine, Run, backward, simulate, uneven
+from tests.lib.turns import turns_of_window, write_order
 
 LENGTH = st.one_of(st.integers(0, 9), st.integers(0, 200))
 SIDE = st.one_of(st.none(), st.integers(0, 9), st.integers(0, 250))
@@ -91,29 +92,6 @@ def test_launch_orders() -> None:
     last_first = list(range(15, -1, -1))
     assert shortest_first(causal.sum(-2)).tolist() == last_first  # two tiles at a time see as many blocks
     assert shortest_first(torch.ones(2, 16)).tolist() == [last_first] * 2
-
-
-@pytest.mark.parametrize(
-    ("visible", "launch", "error", "match"),
-    [
-        (torch.ones(2, 3), None, TypeError, "visible: expected dtype torch.bool, got torch.float32"),
-        (torch.ones(3).bool(), None, ValueError, r"visible: expected shape \(..., blocks_q, blocks_k\), got \(3,\)"),
-        (torch.ones(2, 3).bool(), torch.zeros(3), TypeError, "launch: expected dtype torch.int32 or torch.int64"),
-        (
-            torch.ones(2, 3).bool(),
-            torch.arange(2),
-            ValueError,
-            r"launch: expected a shape \(..., 3\) that broadcasts with \(\), got \(2,\)",
-        ),
-        (torch.ones(2, 3).bool(), torch.tensor(0), ValueError, r"launch: expected a shape \(..., 3\) that"),
-        (torch.ones(4, 2, 3).bool(), torch.arange(6).view(2, 3), ValueError, r"broadcasts with \(4,\), got \(2, 3\)"),
-        (torch.ones(2, 3).bool(), torch.tensor([0, 2, 2]), ValueError, r"launch: expected permutations of 0 .. 2"),
-        (torch.ones(2, 3).bool(), torch.tensor([1, 2, 3]), ValueError, r"launch: expected permutations of 0 .. 2"),
-    ],
-)
-def test_wrong_arguments(visible: Tensor, launch: Tensor | None, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        write_order(visible, launch)
 
 
 def order_of_additions(run: Run, work: Backward) -> dict[Hashable, list[tuple[int, int]]]:
