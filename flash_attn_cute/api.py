@@ -331,8 +331,6 @@ def flash_attn_varlen_func(
     ``seqused[b]`` are real. Every other row, between sequences, before the first and behind the last, is padding:
     ignored whatever it holds, NaN included, and zero in out and gradients (lse: -inf).
 
-    Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
-
     Args:
         q: (total_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous last
             dimension, here and in k and v.
@@ -358,17 +356,11 @@ def flash_attn_varlen_func(
         block_mask: a ``BlockMask`` over (total_q, total_k), rows and not positions within sequences, see
             ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence. Blocks of
             ``from_selection`` are counted from the start of that.
-        deterministic: the same inputs give the same bits, whatever else the device runs. "invariant": a document also
-            has the same bits whatever call it is part of, packed or as an entry of a dense batch; not under a
-            block_mask, unless that is a window or documents.
+        deterministic: False, True or "invariant", see ``flash_attn_func``.
         return_lse: also return the log-sum-exp of the scores.
-        return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
-            over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do
-            not count, nor does a bias of -inf hide. No gradient goes through it.
+        return_max_logits: also return the largest logit of each head in all sequences, see ``flash_attn_func``.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
-        precise_gradients: keep eight more bits of out, a byte an element, for the backward pass. Gradients then do not
-            suffer from the rounding of out, which is most of their error where keys and values have means that do not
-            vanish; out is the same.
+        precise_gradients: keep eight more bits of out for the backward pass, see ``flash_attn_func``.
         backend: None picks the best that can serve the call; a name runs that one or raises.
         dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
@@ -399,20 +391,6 @@ def flash_attn_varlen_func(
         validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
         validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    call = AttentionCall(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        learnable_sink,
-        mask,
-        bias,
-        bounds,
-        block_mask,
-        options,
-        backend,
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    call = AttentionCall(q, k, v, *lengths, learnable_sink, mask, bias, bounds, block_mask, options, backend)
     return attend(call).asked(return_lse)

@@ -103,32 +103,9 @@ def explain(
     computed, compiled or read: tensors may be on the meta device or fake, and no GPU is needed.
 
     Args:
-        q: see ``flash_attn_func`` and ``flash_attn_varlen_func``, as for all others but gpu.
-        k: likewise.
-        v: likewise.
-        cu_seqlens_q: likewise; None for a dense batch.
-        cu_seqlens_k: likewise.
-        max_seqlen_q: likewise.
-        max_seqlen_k: likewise.
-        seqused_q: likewise.
-        seqused_k: likewise.
-        softmax_scale: likewise.
-        causal: likewise.
-        window_size: likewise.
-        softcap: likewise.
-        learnable_sink: likewise.
-        mask: likewise.
-        bias: likewise.
-        block_mask: likewise; its tables are not made, so all blocks count as visible that may be. One in the order
+        block_mask: its tables are not made, so all blocks count as visible that may be. One in the order
             "auto" or "permutation" that has not been built is explained as if an order of query blocks that the model
             finds were worth it.
-        deterministic: likewise.
-        return_lse: likewise; changes nothing here.
-        return_max_logits: likewise.
-        zero_padding: likewise.
-        precise_gradients: likewise.
-        backend: likewise.
-        dropout_p: likewise.
         gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` supposes an H100 SXM or
             H200 (132 SMs), ``"sm100"`` a B200 (148 SMs). None: the device of the tensors.
 

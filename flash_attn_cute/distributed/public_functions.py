@@ -1,6 +1,7 @@
 """The public functions: attention whose rows are sharded over the ranks of a group."""
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -34,66 +35,76 @@ class Keywords(SharedKeywords, total=False):
     bias: None
 
 
+class _Attention(Protocol):
+    """Types of both functions: results as asked for."""
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sharding: Sharding,
+        sharding_k: Sharding | None = ...,
+        *,
+        return_lse: Literal[False] = ...,
+        return_max_logits: Literal[False] = ...,
+        **options: "Unpack[Keywords]",
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sharding: Sharding,
+        sharding_k: Sharding | None = ...,
+        *,
+        return_lse: Literal[True],
+        return_max_logits: Literal[False] = ...,
+        **options: "Unpack[Keywords]",
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sharding: Sharding,
+        sharding_k: Sharding | None = ...,
+        *,
+        return_lse: bool = ...,
+        return_max_logits: Literal[True],
+        **options: "Unpack[Keywords]",
+    ) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sharding: Sharding,
+        sharding_k: Sharding | None = ...,
+        *,
+        return_lse: bool = ...,
+        return_max_logits: bool = ...,
+        **options: "Unpack[Keywords]",
+    ) -> Tensor | tuple[Tensor, ...]: ...
+
+
 _SHARDING = "a sharding, which Sharding.balanced makes of cu_seqlens, takes the place of cu_seqlens and max_seqlen"
 
 
-@overload
-def context_parallel_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[False] = ...,
-    **options: "Unpack[Keywords]",
-) -> Tensor: ...
+def _typed(function: Callable[..., Result]) -> _Attention:
+    """A function of all these arguments, for type checkers."""
+    function = says_where_to_look(_SHARDING)(function)
+    return function  # type: ignore[return-value]
 
 
-@overload
-def context_parallel_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = ...,
-    **options: "Unpack[Keywords]",
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def context_parallel_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: Literal[True],
-    **options: "Unpack[Keywords]",
-) -> tuple[Tensor, ...]: ...
-
-
-@overload
-def context_parallel_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
-    **options: "Unpack[Keywords]",
-) -> Tensor | tuple[Tensor, ...]: ...
-
-
-@says_where_to_look(_SHARDING)
+@_typed
 def context_parallel_attn_func(
     q: Tensor,
     k: Tensor,
@@ -122,7 +133,8 @@ def context_parallel_attn_func(
 ) -> Result:
     """``flash_attn_func`` over a dense batch whose rows are dealt over ranks; every rank calls it with its own rows.
 
-    All entries of the batch are dealt alike. Everything else is as in ``context_parallel_attn_varlen_func``.
+    All entries of the batch are dealt alike. Everything else, arguments that are not listed included, is as in
+    ``context_parallel_attn_varlen_func``.
 
     Args:
         q: (batch, rows, nheads, d), this rank's rows of each entry, as ``sharding.shard(x, rank, dim=1)`` gives them.
@@ -130,26 +142,9 @@ def context_parallel_attn_func(
         v: (batch, rows_k, nheads_k, d_v).
         sharding: which rows each rank has: of one document, as long as an entry.
         sharding_k: likewise of k and v; None: the same.
-        group: the ranks, of a process group or of a device mesh.
-        method: how queries come to see keys of other ranks.
-        seqused_q: (batch,), the real rows of each entry, see ``context_parallel_attn_varlen_func``.
-        seqused_k: (batch,), the real keys of each entry, likewise.
-        softmax_scale: the factor before softmax.
-        causal: hide the keys behind a query's own position.
-        window_size: (left, right).
-        softcap: bound on the scores' magnitude.
-        learnable_sink: (nheads,).
-        mask: None.
-        bias: None.
-        block_mask: over all rows of an entry, see ``context_parallel_attn_varlen_func``; its batch is 1 or that of q.
-        deterministic: the same inputs on as many ranks give the same bits. "invariant": as in ``flash_attn_func``, for
-            documents that are not cut.
-        return_lse: also return the log-sum-exp of the scores.
-        return_max_logits: also return the largest logit of each head, over the rows of all ranks; see
-            ``flash_attn_func``. Every rank has to ask for it, and takes part in a reduction over all of them.
-        zero_padding: padding rows are zero either way.
-        backend: of every rank's calls.
-        dropout_p: 0.0.
+        seqused_q: (batch,), the real rows of each entry.
+        seqused_k: (batch,), the real keys of each entry.
+        block_mask: over all rows of an entry; its batch is 1 or that of q.
 
     Returns:
         out (batch, rows, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse (batch, nheads, rows); with
@@ -177,63 +172,7 @@ def context_parallel_attn_func(
     return results.asked(return_lse)
 
 
-@overload
-def context_parallel_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[False] = ...,
-    **options: "Unpack[Keywords]",
-) -> Tensor: ...
-
-
-@overload
-def context_parallel_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = ...,
-    **options: "Unpack[Keywords]",
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def context_parallel_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: Literal[True],
-    **options: "Unpack[Keywords]",
-) -> tuple[Tensor, ...]: ...
-
-
-@overload
-def context_parallel_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sharding: Sharding,
-    sharding_k: Sharding | None = ...,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
-    **options: "Unpack[Keywords]",
-) -> Tensor | tuple[Tensor, ...]: ...
-
-
-@says_where_to_look(_SHARDING)
+@_typed
 def context_parallel_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -120,19 +120,12 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with k and v in one tensor, of which they are views.
 
-    Arguments that are not listed: see the module.
+    Results and errors are its own. Arguments that are not listed: see the module.
 
     Args:
         q: (batch, seqlen_q, nheads, d).
         kv: (batch, seqlen_k, 2, nheads_k, d), of q's dtype.
         alibi_slopes: (nheads,) or (batch, nheads).
-
-    Returns:
-        As ``flash_attn_func``.
-
-    Raises:
-        TypeError: see ``flash_attn_func``.
-        ValueError: see ``flash_attn_func``.
     """
     _check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, d)", 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -153,18 +146,11 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with q, k and v in one tensor, of which they are views.
 
-    Arguments that are not listed: see the module.
+    Results and errors are its own. Arguments that are not listed: see the module.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, d).
         alibi_slopes: (nheads,) or (batch, nheads).
-
-    Returns:
-        As ``flash_attn_func``.
-
-    Raises:
-        TypeError: see ``flash_attn_func``.
-        ValueError: see ``flash_attn_func``.
     """
     _check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, d)", 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -283,7 +269,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with k and v in one tensor, of which they are views.
 
-    Arguments that are not listed: see the module.
+    Results and errors are its own. Arguments that are not listed: see the module.
 
     Args:
         q: (total_q, nheads, d).
@@ -293,13 +279,6 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_q: upper bound on the query rows of any sequence.
         max_seqlen_k: likewise for keys.
         alibi_slopes: see ``flash_attn_varlen_func``.
-
-    Returns:
-        As ``flash_attn_varlen_func``.
-
-    Raises:
-        TypeError: see ``flash_attn_varlen_func``.
-        ValueError: see ``flash_attn_varlen_func``.
     """
     _check_packed("kv", kv, "(total_k, 2, nheads_k, d)", 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -322,20 +301,13 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with q, k and v in one tensor, of which they are views.
 
-    Arguments that are not listed: see the module.
+    Results and errors are its own. Arguments that are not listed: see the module.
 
     Args:
         qkv: (total, 3, nheads, d).
         cu_seqlens: (batch + 1,) int32.
         max_seqlen: upper bound on the rows of any sequence.
         alibi_slopes: see ``flash_attn_varlen_func``.
-
-    Returns:
-        As ``flash_attn_varlen_func``.
-
-    Raises:
-        TypeError: see ``flash_attn_varlen_func``.
-        ValueError: see ``flash_attn_varlen_func``.
     """
     _check_packed("qkv", qkv, "(total, 3, nheads, d)", 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)

@@ -20,6 +20,7 @@ shape, strides, device or value, and for what is refused. Messages name the argu
 """
 
 from numbers import Real
+from typing import Any
 
 from torch import Tensor
 
@@ -72,23 +73,10 @@ def flash_attn_func(
     """
     if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:
         raise ValueError(f"softmax_scale: expected None or a number other than 0, got {softmax_scale}{_OTHER_ORDER}")
-    result = flash_attn.flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    refused: Any = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    options = (0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    result = flash_attn.flash_attn_func(q, k, v, *options, **refused)
     return result[:2] if return_attn_probs else result
 
 
@@ -109,19 +97,12 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with q, k and v in one tensor, of which they are views.
 
-    Arguments that are not listed: see the module.
+    Results and errors are its own. Arguments that are not listed: see the module.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, d); or (batch, seqlen, nheads + 2 * nheads_k, d), the heads of q, k and v one
             behind another.
         num_heads_q: nheads, for a qkv of four dimensions.
-
-    Returns:
-        As ``flash_attn_func``.
-
-    Raises:
-        TypeError: see ``flash_attn_func``.
-        ValueError: see ``flash_attn_func``.
     """
     check_tensors(qkv=qkv)
     heads_k = 0 if num_heads_q is None or qkv.ndim != 4 else (qkv.shape[2] - num_heads_q) // 2
@@ -202,27 +183,9 @@ def flash_attn_varlen_func(
     """
     if isinstance(seqused_q, Real):
         raise TypeError(f"seqused_q: expected a torch.Tensor or None, got {seqused_q}{_OTHER_ORDER}")
-    result = flash_attn.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    refused: Any = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (*lengths, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    result = flash_attn.flash_attn_varlen_func(q, k, v, *options, seqused_q=seqused_q, seqused_k=seqused_k, **refused)
     return result[:2] if return_attn_probs else result

@@ -18,8 +18,12 @@ def test_overloads_have_the_parameters_of_the_function() -> None:
         **dict.fromkeys(("context_parallel_attn_func", "context_parallel_attn_varlen_func"), distributed_functions),
     }
     for name, module in functions.items():
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        *overloads, implementation = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+        body = ast.parse(Path(str(module.__file__)).read_text()).body
+        *overloads, implementation = (x for x in body if isinstance(x, ast.FunctionDef) and x.name == name)
+        if module is distributed_functions:  # whose functions have the same arguments, and types in one place
+            (protocol,) = (x for x in body if isinstance(x, ast.ClassDef) and x.name == "_Attention")
+            overloads = [x for x in protocol.body if isinstance(x, ast.FunctionDef)]
+            assert [ast.unparse(x) for x in implementation.decorator_list] == ["_typed"]
         assert [ast.unparse(x.returns or x) for x in overloads] == [
             "Tensor",
             "tuple[Tensor, Tensor]",
@@ -42,7 +46,7 @@ def test_overloads_have_the_parameters_of_the_function() -> None:
 def parameters(function: ast.FunctionDef) -> tuple[dict[str, str], dict[str, str]]:
     """The annotations of positional parameters and of keyword-only ones."""
     positional, keywords = (
-        {x.arg: ast.unparse(x.annotation) for x in parameters if x.annotation}
+        {x.arg: ast.unparse(x.annotation) for x in parameters if x.annotation}  # but for self
         for parameters in (function.args.args, function.args.kwonlyargs)
     )
     return positional, keywords
