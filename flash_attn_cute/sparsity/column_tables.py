@@ -156,11 +156,15 @@ def half_columns(
     spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
     spans = spans.view(2, sizes.batch, sizes.heads, blocks_k, 2).permute(1, 2, 3, 0, 4).flatten(2, 3)
     num = -(-sizes.seqlen_k // HALF)
-    order = last_first(blocks_k, device) if order is None else order
+    order = last_first(num, device) if order is None else _order_of_halves(order, num)
+    return BlockColumns(spans[None, :, :, :num].contiguous(), entries, contributors, order)
+
+
+def _order_of_halves(order: Tensor, num: int) -> Tensor:
+    """Launch order of so many blocks of 64 keys, from that of blocks of 128."""
     order = torch.stack((2 * order + 1, 2 * order), -1).flatten(-2)
     is_none = (order >= num).to(torch.int8)  # a second half behind the last key goes to the end, and is left out
-    order = order.gather(-1, is_none.argsort(stable=True, dim=-1))[..., :num].contiguous()
-    return BlockColumns(spans[None, :, :, :num].contiguous(), entries, contributors, order)
+    return order.gather(-1, is_none.argsort(stable=True, dim=-1))[..., :num].contiguous()
 
 
 def _sorted_by_column(

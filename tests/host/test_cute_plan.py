@@ -319,6 +319,18 @@ def test_deterministic_passes_store_dS_of_larger_blocks(
         assert type(plan_backward(SM90, spec, shapes._replace(scores=ScoreLayout()), 132).config) is BackwardCtaConfig
 
 
+@pytest.mark.parametrize("others", ["", "softcap", "grouped"])
+def test_passes_that_store_dS_are_deterministic(others: str) -> None:
+    """Asked for or not, by one kernel, but for dK and dV of grouped heads."""
+    asked, default = (
+        backward_config("bfloat16", 128, 128, Features.parse(f"block_mask half_columns stored_ds {words}".split()))
+        for words in (f"deterministic {others}", others)
+    )
+    assert isinstance(asked, BackwardStoredDSConfig)
+    assert asked.features.deterministic
+    assert (asked == default) == (others != "grouped")
+
+
 def test_places_in_dS_take_32_bits() -> None:
     """Kernels multiply the number of a cell by the numbers in one (of 4 bytes) in 32 bits."""
     assert _CELLS * CELL_NUMBERS < 2**31

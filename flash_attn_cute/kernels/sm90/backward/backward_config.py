@@ -390,6 +390,8 @@ def backward_config(
         if features.stored_ds and tile_d == 128:
             # As many columns of K as registers suffice for: what is read from shared memory limits the kernel.
             columns_K = 16 if features.softcap else 32
+            if not features.grouped:  # nothing is added that could have another order: the machine code is the same
+                features = replace(features, deterministic=True)
             return BackwardStoredDSConfig(dtype, tile_d, features, BLOCK // 2, columns_K, False, (24, 232))
         features = replace(features, stored_ds=False)
         return BackwardHalfBlocksConfig(dtype, tile_d, features, BLOCK // 2, 16, False, (24, 232), fixed_point)
