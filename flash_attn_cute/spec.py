@@ -8,7 +8,7 @@ dataclass takes several times as long.
 
 import enum
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -146,6 +146,9 @@ def residual_columns(head_dim_v: int) -> int:
     return -(-head_dim_v // 32) * 32
 
 
+_OPTIONAL_TENSORS = "seqused_q", "seqused_k", "mask", "bias", "block_mask"  # of ``AttentionInputs``
+
+
 class AttentionSpec(NamedTuple):
     """All that a call asks for beyond its tensors' values and lengths.
 
@@ -195,7 +198,9 @@ class AttentionSpec(NamedTuple):
     def of(cls, inputs: AttentionInputs, options: Options) -> "AttentionSpec":
         """The spec of a call from its (valid) inputs and options."""
         nheads, head_dim = inputs.q.shape[-2:]
-        scale = options.softmax_scale
+        if options.softmax_scale is None:
+            options = options._replace(softmax_scale=1 / math.sqrt(head_dim))
+        given: Any = {f"has_{name}": getattr(inputs, name) is not None for name in _OPTIONAL_TENSORS}
         return cls(
             dtype=inputs.q.dtype,
             nheads=nheads,
@@ -203,21 +208,9 @@ class AttentionSpec(NamedTuple):
             head_dim=head_dim,
             head_dim_v=inputs.v.shape[-1],
             packed=inputs.packed,
-            has_seqused_q=inputs.seqused_q is not None,
-            has_seqused_k=inputs.seqused_k is not None,
             has_sink=inputs.learnable_sink is not None,
-            has_mask=inputs.mask is not None,
-            has_bias=inputs.bias is not None,
-            has_block_mask=inputs.block_mask is not None,
-            softmax_scale=1 / math.sqrt(head_dim) if scale is None else scale,
-            window_left=options.window_left,
-            window_right=options.window_right,
-            softcap=options.softcap,
-            deterministic=options.deterministic,
-            zero_padding=options.zero_padding,
-            packing_invariant=options.packing_invariant,
-            precise_gradients=options.precise_gradients,
-            max_logits=options.max_logits,
+            **given,
+            **options._asdict(),
         )
 
     @property

@@ -40,17 +40,17 @@ Window = tuple[int | None, int | None]
 
 def check_options(
     *,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    deterministic: Deterministic,
-    return_lse: bool,
-    return_max_logits: bool,
-    zero_padding: bool,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    deterministic: Deterministic = False,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    zero_padding: bool = True,
     precise_gradients: bool = False,
-    backend: str | None,
-    dropout_p: float,
+    backend: str | None = None,
+    dropout_p: float = 0.0,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
     packing_invariant = type(deterministic) is not bool and _is_invariant(deterministic)

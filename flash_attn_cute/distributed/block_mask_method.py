@@ -80,17 +80,8 @@ class BlockMaskMethod(NamedTuple):
         self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
     ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
         """The backend that serves the call, and its arguments; ``call_passes.prepared`` is the one without a mask."""
-        call = AttentionCall(
-            q,
-            k,
-            v,
-            seqused_q=self.seqused_q,
-            seqused_k=self.seqused_k,
-            learnable_sink=sink,
-            block_mask=context.block_mask,
-            options=context.options,
-            backend=context.backend,
-        )
+        call = AttentionCall(q, k, v, seqused_q=self.seqused_q, seqused_k=self.seqused_k, learnable_sink=sink)
+        call = call._replace(block_mask=context.block_mask, options=context.options, backend=context.backend)
         if context.entries is None:
             queries, keys = self.queries, self.keys
             bounds = (queries.longest, keys.longest)

@@ -404,18 +404,7 @@ def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:
 
 def checked_window(causal: bool, window_size: validate.Window) -> validate.Window:
     """The window with ``causal`` folded in; None on a side that is unbounded."""
-    options = validate.check_options(
-        softmax_scale=None,
-        causal=causal,
-        window_size=window_size,
-        softcap=0.0,
-        deterministic=False,
-        return_lse=False,
-        return_max_logits=False,
-        zero_padding=True,
-        backend=None,
-        dropout_p=0.0,
-    )
+    options = validate.check_options(causal=causal, window_size=window_size)
     return options.window_left, options.window_right
 
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -45,18 +45,8 @@ class Workload:
     @classmethod
     def chosen(cls, options: argparse.Namespace) -> "Workload":
         """The workload that the options of ``add_options`` ask for."""
-        return cls(
-            batch=options.batch,
-            seqlen=options.seqlen,
-            documents=options.documents,
-            heads=options.heads,
-            heads_k=options.heads_k or options.heads,
-            head_dim=options.head_dim,
-            causal=options.causal,
-            dtype=options.dtype,
-            direction=options.direction,
-            backend=options.backend,
-        )
+        chosen = {field.name: getattr(options, field.name) for field in fields(cls)}
+        return cls(**chosen | {"heads_k": options.heads_k or options.heads})
 
     def command(self, calls: int) -> list[str]:
         """The command line that runs it on a GPU with so many profiled calls."""

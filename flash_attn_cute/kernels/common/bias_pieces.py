@@ -53,23 +53,11 @@ class Piece:
     @staticmethod
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
         """Reads a piece from shared memory."""
-        flags, code, head, batch, first_query, first_key, first_block, num_fully_masked, *rows = (
+        flags, code, head, batch, *where, q_start, q_length, k_start, k_length = (
             fields[i] for i in range(PIECE_FIELDS)
         )
-        q_start, q_length, k_start, k_length = rows
-        return Piece(
-            head=head,
-            batch=0 if packed else batch,
-            q=SeqRows(q_start, q_length),
-            k=SeqRows(k_start, k_length),
-            first_query=first_query,
-            first_key=first_key,
-            first_block=first_block,
-            num_fully_masked=num_fully_masked,
-            seen=flags & 1 != 0,
-            hides=flags & 2 != 0,
-            code=code,
-        )
+        q, k = SeqRows(q_start, q_length), SeqRows(k_start, k_length)
+        return Piece(head, 0 if packed else batch, q, k, *where, flags & 1 != 0, flags & 2 != 0, code)
 
 
 @dataclass(frozen=True)
@@ -224,19 +212,8 @@ class PieceMap:
             blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
             seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
             hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
-        return Piece(
-            head=head,
-            batch=batch,
-            q=q,
-            k=k,
-            first_query=first_query,
-            first_key=n_block * c.tile_n,
-            first_block=first_block,
-            num_fully_masked=num_fully_masked,
-            seen=seen,
-            hides=hides,
-            code=code,
-        )
+        first_key = n_block * c.tile_n
+        return Piece(head, batch, q, k, first_query, first_key, first_block, num_fully_masked, seen, hides, code)
 
     @cute.jit
     def load(
