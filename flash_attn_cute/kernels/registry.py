@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
-    # From dtype's name, d, d_v and ``Features`` (forward also group= and queries=, backward keys=, how many a sequence
-    # has; both window=, how many keys a query attends to between two bounds; of a bias's gradient split=; and target=
-    # where an architecture has several) to a configuration: a frozen dataclass with the attributes dtype, tile_d,
-    # features and target (what it is compiled for), whose class has its ``architecture`` and ``pass_name``. Backends
-    # read more: tile_m, tile_n and ctas_a_tile; reorders_bits; persistent, group and parts() (forward; the latter under
-    # a mask); sums_heads, reverses_last and workspace_size() (backward), whose features say whether its kernel writes a
-    # bias's gradient; mask_tile (forward, and of that gradient).
+    # From dtype's name, d, d_v and ``Features`` to a configuration. Forward also group=, query heads of few queries
+    # that are rows of one tile, and queries=; backward keys=, and low_contention= of a block mask. These two are how
+    # many a sequence has on average, 0 if that is not known. Both take window=, how many keys a query attends to between
+    # two bounds, and that of a bias's gradient split=; all take target= where an architecture has several.
+    # A configuration is a frozen dataclass with the attributes dtype, tile_d, features and target (what it is compiled
+    # for), whose class has its ``architecture`` and ``pass_name``. Backends read more: tile_m, tile_n and ctas_a_tile;
+    # reorders_bits; persistent, group and parts() (forward; the latter under a mask); sums_heads, reverses_last and
+    # workspace_size() (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward,
+    # and of that gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

@@ -34,9 +34,10 @@ def round_blocks(
         a: arguments of the pass.
         ws: workspace of the pass.
         warps: number of warps of a CTA that call this.
-        round_block: rounds one block. Takes the block's sums, dQ of its head, its first row within the sequence and the
-            sequence's rows; then the row of the sequence before which writing ends, and the lane. Of sums in fixed
-            point it also takes ``row_units`` and ``num_adding``.
+        round_block: rounds one block. Takes the block's sums, dQ (rows, d) of its head, its first row within the
+            sequence and the sequence's rows, behind whose length it writes zeros; then the row of the sequence before
+            which writing ends, and the lane. Of sums in fixed point it also takes ``row_units``, what those of each row
+            are in (``common.fixed_point``), and ``num_adding``, how many tiles have added.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)

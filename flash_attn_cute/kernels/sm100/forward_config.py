@@ -172,18 +172,7 @@ def forward_config(
     window: int | None = None,
     target: str = TARGETS[10, 0],
 ) -> ForwardConfig:
-    """The configuration that serves a call.
-
-    Args:
-        dtype: one of ``DTYPES``.
-        head_dim: of q and k.
-        head_dim_v: of v.
-        features: of the call.
-        group: for few queries, whose heads other architectures have in one tile; here they never share one.
-        queries: of a sequence, on average; 0 if that is not known.
-        window: keys that a query attends to, if a window bounds both sides.
-        target: one of ``TARGETS``.
-    """
+    """The configuration that serves a call (``registry.Pass.configure``). Heads of a group never share a tile here."""
     del group
     # Every thread reads its row of a bias, by words, wherever it is.
     features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False, half_blocks=False)

@@ -294,18 +294,7 @@ def backward_config(
     low_contention: bool = False,
     target: str = TARGETS[10, 0],
 ) -> BackwardConfig:
-    """The configuration that serves a call.
-
-    Args:
-        dtype: one of ``DTYPES``.
-        head_dim: of q and k.
-        head_dim_v: of v.
-        features: of the call.
-        keys: of a sequence, on average; 0 if that is not known.
-        window: keys that a query attends to, if a window bounds both sides.
-        low_contention: of the call's block mask, for other architectures.
-        target: one of ``TARGETS``.
-    """
+    """The configuration that serves a call (``registry.Pass.configure``). Low contention is for other architectures."""
     del low_contention
     columns_v = tile_columns(head_dim_v)
     columns = max(tile_columns(head_dim), columns_v)

@@ -66,18 +66,9 @@ def round_block(
     tile_d: cutlass.Constexpr,
     parts: cutlass.Constexpr,
 ) -> None:
-    """By a warp: a block that has been added to, scaled, rounded, and zero in the padding.
+    """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), by a warp.
 
-    Args:
-        sums: the block's.
-        gdX: (rows, d), the gradient of a head.
-        first_row: the block's, within its sequence.
-        rows: the sequence's; behind its length zeros are written.
-        stop: the row of the sequence before which writing ends.
-        lane: of the warp.
-        scale: what sums are multiplied by.
-        tile_d: columns of the block.
-        parts: CTAs that have added to it, each to rows of its own.
+    So many ``parts``, CTAs, have added to it, each to rows of its own.
     """
     fours = by_fours(sums.iterator, tile_d)
     for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):

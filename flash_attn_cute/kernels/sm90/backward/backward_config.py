@@ -349,17 +349,10 @@ def backward_config(
     window: int | None = None,
     low_contention: bool = False,
 ) -> BackwardConfig:
-    """The configuration that serves a call: its kernels' tiles, and what is compiled into them.
+    """The configuration that serves a call (``registry.Pass.configure``).
 
-    Args:
-        dtype: one of ``DTYPES``.
-        head_dim: of q and k.
-        head_dim_v: of v.
-        features: of the call.
-        keys: of a sequence, on average; 0 if that is not known.
-        window: keys that a query attends to, for other architectures.
-        low_contention: of the call's block mask (``AttentionSpec``). Up to d = 128 its additions to dQ have an order,
-            asked for or not; clusters are faster without.
+    Under a block mask of low contention (``AttentionSpec``) additions to dQ have an order up to d = 128, asked for or
+    not; clusters are faster without. The window is for other architectures.
     """
     del window
     tile_d = tile_columns(max(head_dim, head_dim_v))

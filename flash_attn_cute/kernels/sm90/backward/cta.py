@@ -333,15 +333,7 @@ class BackwardCtaSm90(BackwardKernel):
         shared memory has but one K every tile's first, computes a dQ of anything, as the compiler lets products overlap
         only where none is under a condition.
 
-        Args:
-            work: this warpgroup's operands.
-            tile: the keys.
-            tile_idx: number of the tile among those of the CTA.
-            n: the block's position in the mainloop.
-            step: counts blocks, over all tiles of this CTA.
-            nth: which of the tile's heads.
-            is_first: whether it is the tile's first one.
-            is_last: or its last one.
+        It is the n-th of the mainloop, for the tile's nth head, and the tile's first or last one.
         """
         shared, stage = work.shared, work.shared.rings.q.stage(step)
         blocks = tile.blocks

@@ -30,23 +30,10 @@ def round_block(
     num_adding: Int32 | None = None,
     transposed: cutlass.Constexpr = False,
 ) -> None:
-    """A block that has been added to, eight columns of two rows a thread at a time.
+    """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), eight of two rows a thread at a time.
 
-    Args:
-        sums: the block's.
-        gdX: (rows, d), the gradient of a head.
-        first_row: the block's, within its sequence.
-        rows: the sequence's; behind its length zeros are written.
-        stop: the row of the sequence before which writing ends.
-        thread: which one this is.
-        scale: what sums are multiplied by.
-        tile_d: columns of the block.
-        columns: of a part of it.
-        num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
-        at_once: how often a thread reads before it writes.
-        row_units: of each row, what sums are in (``common.fixed_point``); None: float32.
-        num_adding: with them, how many tiles have added.
-        transposed: whether parts have the block's columns for rows, 64 each.
+    A part of it has so many ``columns``; a transposed one has 64 columns of the block for rows. Each of ``num_threads``
+    reads ``at_once`` times before it writes: the product is a divisor of a sixteenth of the block's numbers.
     """
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
         kind = _TransposedUnit if const_expr(transposed) else _Unit
