@@ -102,19 +102,12 @@ def without_padding_of_queries(x: Tensor, inputs: AttentionInputs) -> Tensor:
 
 
 class Intervals(NamedTuple):
-    """Intervals that rows of a dense batch attend to beside a block mask, and which rows are real.
+    """Intervals that rows of a dense batch attend to beside a block mask, and which rows are real."""
 
-    Attributes:
-        keys: (batch, seqlen_q, 2), int32: the first visible key of each query, and the one behind the last.
-        queries: (batch, seqlen_k, 2), int32: likewise the queries of each key.
-        real_q: (batch, seqlen_q), bool: queries that are no padding.
-        real_k: (batch, seqlen_k), bool: keys that are no padding.
-    """
-
-    keys: Tensor
-    queries: Tensor
-    real_q: Tensor
-    real_k: Tensor
+    keys: Tensor  # (batch, seqlen_q, 2), int32: the first visible key of each query, and the one behind the last
+    queries: Tensor  # (batch, seqlen_k, 2), int32: likewise the queries of each key
+    real_q: Tensor  # (batch, seqlen_q), bool: queries that are no padding
+    real_k: Tensor  # (batch, seqlen_k), bool: keys that are no padding
 
 
 def needs_intervals(spec: AttentionSpec) -> bool:

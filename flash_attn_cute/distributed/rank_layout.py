@@ -14,21 +14,13 @@ Ranges = dict[int, list[tuple[int, int]]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Queries and keys of an attention over some ranks.
+    """Queries and keys of an attention over some ranks."""
 
-    Attributes:
-        queries: the rows of queries.
-        keys: the rows of keys and values; may be the same object.
-        lengths_q: the real queries of each document.
-        lengths_k: the real keys of each document.
-        bands: what is visible of each document.
-    """
-
-    queries: Sharding
-    keys: Sharding
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-    bands: tuple[Band, ...]
+    queries: Sharding  # the rows of queries
+    keys: Sharding  # the rows of keys and values; may be the same object
+    lengths_q: tuple[int, ...]  # the real queries of each document
+    lengths_k: tuple[int, ...]  # the real keys of each document
+    bands: tuple[Band, ...]  # what is visible of each document
 
     @classmethod
     def of(

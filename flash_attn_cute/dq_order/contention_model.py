@@ -51,27 +51,16 @@ _NEVER = 1 << 42  # nanoseconds
 
 
 class Machine(NamedTuple):
-    """Times in microseconds, for blocks of 64 queries and 128 keys at d = 128 on an H200.
+    """Times in microseconds, for blocks of 64 queries and 128 keys at d = 128 on an H200."""
 
-    Attributes:
-        num_ctas: CTAs that run at a time.
-        section: heads that draw their tickets together.
-        tile: time to begin a tile.
-        step: time of a block of 64 queries.
-        signal: time from an addition until the next turn sees it.
-        steps_ahead: a CTA draws its next ticket when so many steps are left to it.
-        call: time of a call beside its tiles and traffic.
-        bytes_a_us: bytes that memory moves in a microsecond.
-    """
-
-    num_ctas: int = 132
-    section: int = 8
-    tile: float = 4.0
-    step: float = 2.1
-    signal: float = 2.0
-    steps_ahead: int = 2
-    call: float = 35.0
-    bytes_a_us: float = 4.2e6
+    num_ctas: int = 132  # CTAs that run at a time
+    section: int = 8  # heads that draw their tickets together
+    tile: float = 4.0  # time to begin a tile
+    step: float = 2.1  # time of a block of 64 queries
+    signal: float = 2.0  # time from an addition until the next turn sees it
+    steps_ahead: int = 2  # a CTA draws its next ticket when so many steps are left to it
+    call: float = 35.0  # time of a call beside its tiles and traffic
+    bytes_a_us: float = 4.2e6  # bytes that memory moves in a microsecond
 
 
 H200 = Machine()
@@ -91,23 +80,14 @@ def machine_of(seqlen_q: int, has_m_block_order: bool = False) -> Machine:
 
 
 class Timeline(NamedTuple):
-    """Timeline of a pass: for each tile, in the order of tickets, times in microseconds.
+    """Timeline of a pass: for each tile, in the order of tickets, times in microseconds."""
 
-    Attributes:
-        head: the tile's head.
-        n: its key block.
-        cta: the CTA that works on it.
-        start: when it begins.
-        end: when it is done.
-        waited: how long it has waited for turns.
-    """
-
-    head: list[int]
-    n: list[int]
-    cta: list[int]
-    start: list[float]
-    end: list[float]
-    waited: list[float]
+    head: list[int]  # the tile's head
+    n: list[int]  # its key block
+    cta: list[int]  # the CTA that works on it
+    start: list[float]  # when it begins
+    end: list[float]  # when it is done
+    waited: list[float]  # how long it has waited for turns
 
     @property
     def makespan(self) -> float:

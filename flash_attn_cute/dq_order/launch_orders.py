@@ -20,18 +20,14 @@ _LOW_CONTENTION = 1.02
 
 
 class Launch(NamedTuple):
-    """Order in which key tiles are launched, and in which each takes its query blocks.
+    """Order in which key tiles are launched, and in which each takes its query blocks."""
 
-    Attributes:
-        order: (batch or 1, key heads or 1, blocks_k), int32: key blocks in launch order; None: last keys first.
-        m_block_order: (batch, heads, blocks_q, blocks_k), int16: the position of a query block in the order of a key
-            tile; None: ascending.
-        low_contention: whether a search has found that tiles wait little for their turns.
-    """
-
+    # (batch or 1, key heads or 1, blocks_k), int32: key blocks in launch order; None: last keys first.
     order: Tensor | None = None
+    # (batch, heads, blocks_q, blocks_k), int16: the position of a query block in the order of a key tile; None:
+    # ascending.
     m_block_order: Tensor | None = None
-    low_contention: bool = False
+    low_contention: bool = False  # whether a search has found that tiles wait little for their turns
 
     def to(self, device: torch.device) -> Launch:
         """Moves the tensors to a device."""

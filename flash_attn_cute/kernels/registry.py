@@ -29,8 +29,8 @@ class Pass(NamedTuple):
 
     # From dtype's name, d, d_v and ``Features`` to a configuration. Forward also group=, query heads of few queries
     # that are rows of one tile, and queries=; backward keys=, and low_contention= of a block mask. These two are how
-    # many a sequence has on average, 0 if that is not known. Both take window=, how many keys a query attends to between
-    # two bounds, and that of a bias's gradient split=; all take target= where an architecture has several.
+    # many a sequence has on average, 0 if that is not known. Both take window=, how many keys a query attends to
+    # between two bounds, and that of a bias's gradient split=; all take target= where an architecture has several.
     # A configuration is a frozen dataclass with the attributes dtype, tile_d, features and target (what it is compiled
     # for), whose class has its ``architecture`` and ``pass_name``. Backends read more: tile_m, tile_n and ctas_a_tile;
     # reorders_bits; persistent, group and parts() (forward; the latter under a mask); sums_heads, reverses_last and

@@ -23,59 +23,34 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """Request of one call of the self-check.
+    """Request of one call of the self-check."""
 
-    Attributes:
-        d: columns of q and k.
-        d_v: columns of v.
-        lengths_q: real queries of each sequence.
-        lengths_k: real keys of each; empty: as many.
-        heads: query heads, all different.
-        heads_k: key heads, all different.
-        copies: how often batch entries and heads are repeated, by strides of 0; results have to be copies, too.
-        packed: packed sequences; dense ones have equal lengths, unless padded.
-        padded: slots are longer than their sequences (``seqused``), and packed rows follow the last of them.
-        left: window_size.
-        right: likewise.
-        softcap: likewise an argument of the call.
-        scale: softmax_scale.
-        sink: with a learnable sink.
-        mask: which dimensions of (batch, heads, queries, keys) a mask has at full size: letters of "bhqk".
-        bias: likewise of a bias, which has a gradient.
-        float32_bias: the bias is float32, not of q's dtype.
-        blocks: with a block mask.
-        dtype: of q, k and v.
-        sliced: q, k and v are slices of wider tensors that TMA cannot read.
-        dlse: lse has a gradient.
-        rising: scores grow towards the last keys, and most in the last 32 of each 128, so that row_max is raised.
-        max_logits: the largest logits are asked for.
-        exact: integers for which every product is exact, and so the results, but for their rounding.
-    """
-
-    d: int
-    d_v: int
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...] = ()
-    heads: int = 2
-    heads_k: int = 2
+    d: int  # columns of q and k
+    d_v: int  # columns of v
+    lengths_q: tuple[int, ...]  # real queries of each sequence
+    lengths_k: tuple[int, ...] = ()  # real keys of each; empty: as many
+    heads: int = 2  # query heads, all different
+    heads_k: int = 2  # key heads, all different
+    # How often batch entries and heads are repeated, by strides of 0; results have to be copies, too.
     copies: tuple[int, int] = (1, 1)
-    packed: bool = False
-    padded: bool = False
-    left: int | None = None
-    right: int | None = None
-    softcap: float = 0.0
-    scale: float | None = None
-    sink: bool = False
-    mask: str = ""
-    bias: str = ""
-    float32_bias: bool = False
-    blocks: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    sliced: bool = False
-    dlse: bool = False
+    packed: bool = False  # packed sequences; dense ones have equal lengths, unless padded
+    padded: bool = False  # slots are longer than their sequences (``seqused``), and packed rows follow the last of them
+    left: int | None = None  # window_size
+    right: int | None = None  # likewise
+    softcap: float = 0.0  # likewise an argument of the call
+    scale: float | None = None  # softmax_scale
+    sink: bool = False  # with a learnable sink
+    mask: str = ""  # which dimensions of (batch, heads, queries, keys) a mask has at full size: letters of "bhqk"
+    bias: str = ""  # likewise of a bias, which has a gradient
+    float32_bias: bool = False  # the bias is float32, not of q's dtype
+    blocks: bool = False  # with a block mask
+    dtype: torch.dtype = torch.bfloat16  # of q, k and v
+    sliced: bool = False  # q, k and v are slices of wider tensors that TMA cannot read
+    dlse: bool = False  # lse has a gradient
+    # Scores grow towards the last keys, and most in the last 32 of each 128, so that row_max is raised.
     rising: bool = False
-    max_logits: bool = False
-    exact: bool = False
+    max_logits: bool = False  # the largest logits are asked for
+    exact: bool = False  # integers for which every product is exact, and so the results, but for their rounding
 
 
 @dataclass(frozen=True)

@@ -74,23 +74,15 @@ def _host_code() -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the self-check on a kind of GPU.
+    """Result of the self-check on a kind of GPU."""
 
-    Attributes:
-        families: of kernels, and why each is not to serve calls that name no backend; None if it has passed.
-        left_out: steps that said nothing there, and why.
-        is_final: whether another run would find the same.
-        made: when, in seconds since the epoch.
-        seconds: how long it took.
-        log: the file with all details.
-    """
-
+    # Of kernels, and why each is not to serve calls that name no backend; None if it has passed.
     families: dict[str, str | None]
-    left_out: dict[str, str]
-    is_final: bool
-    made: float
-    seconds: float
-    log: str
+    left_out: dict[str, str]  # steps that said nothing there, and why
+    is_final: bool  # whether another run would find the same
+    made: float  # when, in seconds since the epoch
+    seconds: float  # how long it took
+    log: str  # the file with all details
 
     def refusal(self, families: Iterable[str]) -> str:
         """Why a call that needs these families is not served; empty if it is."""

@@ -15,17 +15,12 @@ from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
 
 
 class _BlockIds(NamedTuple):
-    """Ids of the documents in each block of 128 rows, of queries or of keys: (batch, blocks), int64 each.
+    """Ids of the documents in each block of 128 rows, of queries or of keys: (batch, blocks), int64 each."""
 
-    Attributes:
-        least: the smallest id.
-        most: the largest id.
-        run: the first block of its run. Neighbouring blocks that lie in one document are a run; any other block is a
-            run of its own.
-    """
-
-    least: Tensor
-    most: Tensor
+    least: Tensor  # the smallest id
+    most: Tensor  # the largest id
+    # The first block of its run. Neighbouring blocks that lie in one document are a run; any other block is a run of
+    # its own.
     run: Tensor
 
     @classmethod

@@ -25,22 +25,18 @@ _MOST_LENGTHS = 32  # of a block of 128: a tile of 2 KB each for 16 * 32 * 32 co
 
 @dataclass(eq=False, repr=False)
 class Indices(PerHead):
-    """Key blocks that each query block attends to.
+    """Key blocks that each query block attends to."""
 
-    Attributes:
-        indices: the caller's tensor, (batch, heads, blocks_q, width), int32 or int64; below 0 is none.
-        counts: the caller's tensor, (batch, heads, blocks_q), int32 or int64: how many of each row count. None: all.
-        lengths: (n, 2), int64: real rows of both halves that a block of 128 may have. None: all rows are real.
-        length_of: (blocks of 128 + 1,), int64: which of them each block has, of queries and keys alike, and at the end
-            that of no block.
-    """
-
-    indices: Tensor
+    indices: Tensor  # the caller's tensor, (batch, heads, blocks_q, width), int32 or int64; below 0 is none
+    # The caller's tensor, (batch, heads, blocks_q), int32 or int64: how many of each row count. None: all.
     counts: Tensor | None
     block_q: int
     block_k: int
     sizes: Sizes
+    # (n, 2), int64: real rows of both halves that a block of 128 may have. None: all rows are real.
     lengths: Tensor | None = None
+    # (blocks of 128 + 1,), int64: which of them each block has, of queries and keys alike, and at the end that of no
+    # block.
     length_of: Tensor | None = None
 
     @classmethod

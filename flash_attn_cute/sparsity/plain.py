@@ -45,17 +45,11 @@ class Plain(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """Documents as packed sequences of the rows of all batch entries, one entry behind the other.
+    """Documents as packed sequences of the rows of all batch entries, one entry behind the other."""
 
-    Attributes:
-        cu_seqlens: (documents + 1,), int32. Padding at the end of an entry is a document, too.
-        seqused: (documents,), int32: the rows of each document, 0 for padding; None if no row is padding.
-        longest: an upper bound of a document's rows.
-    """
-
-    cu_seqlens: Tensor
-    seqused: Tensor | None
-    longest: int
+    cu_seqlens: Tensor  # (documents + 1,), int32. Padding at the end of an entry is a document, too
+    seqused: Tensor | None  # (documents,), int32: the rows of each document, 0 for padding; None if no row is padding
+    longest: int  # an upper bound of a document's rows
 
     @classmethod
     def of(cls, ids: Tensor) -> Offsets | None:

@@ -48,17 +48,11 @@ class Broadcast(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Blocks:
-    """Some blocks of a mask. Positions beyond the last query or key are clamped to it.
+    """Some blocks of a mask. Positions beyond the last query or key are clamped to it."""
 
-    Attributes:
-        sizes: of the mask.
-        row: (n,), int64: the query block of each, counted over all batch entries and heads.
-        n: (n,), int64: the key block of each.
-    """
-
-    sizes: Sizes
-    row: Tensor
-    n: Tensor
+    sizes: Sizes  # of the mask
+    row: Tensor  # (n,), int64: the query block of each, counted over all batch entries and heads
+    n: Tensor  # (n,), int64: the key block of each
 
     def select(self, which: Tensor | slice) -> Blocks:
         """The blocks at some indices."""

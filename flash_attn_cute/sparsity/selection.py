@@ -19,18 +19,13 @@ from flash_attn_cute.sparsity.nodes import PerHead
 
 @dataclass(eq=False, repr=False)
 class Selection(PerHead):
-    """Key blocks that each query attends to.
+    """Key blocks that each query attends to."""
 
-    Attributes:
-        indices: the caller's tensor, (batch, heads, seqlen_q, top), int32 or int64; below 0 is none. A view of it if
-            that is (total_q, heads, top).
-        block: keys of a block.
-        seqlen_k: keys.
-    """
-
+    # The caller's tensor, (batch, heads, seqlen_q, top), int32 or int64; below 0 is none. A view of it if that is
+    # (total_q, heads, top).
     indices: Tensor
-    block: int
-    seqlen_k: int
+    block: int  # keys of a block
+    seqlen_k: int  # keys
 
     @classmethod
     def of(cls, indices: Tensor, block: Any, seqlen_k: int) -> Selection:
