@@ -31,7 +31,7 @@ def _arithmetic(function: Callable[..., Array]) -> Callable[[Statement], Effect]
 
 
 def _fused(a: Array, b: Array, c: Array) -> Array:
-    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+    return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
 
 
 def _multiply(s: Statement) -> Effect:
@@ -84,7 +84,11 @@ def _extreme(s: Statement) -> Effect:
 
 def _shift(s: Statement) -> Effect:
     kind = s.kind.replace("b", "u")
-    bits = int(kind[1:])
+    bits, number = int(kind[1:]), s.operands[2].number
+    if number is not None and number < bits:
+        counts = np.full(32, number, TYPES[kind])
+        moved = operator.lshift if s.name.startswith("shl") else operator.rshift
+        return s.compute(s.operands[:2], [kind], lambda x: moved(x, counts))
 
     def shift(x: Array, count: Array) -> Array:
         within = np.minimum(count, bits - 1).astype(x.dtype)
@@ -138,7 +142,7 @@ def _convert(s: Statement) -> Effect:
         rounded = {"bf16": _bfloat16, "f16": _float16}[kind.removesuffix("x2")]
         if not kind.endswith("x2"):
             return s.compute(s.operands, ["f32"], lambda x: rounded(x).astype(np.uint16))
-        return s.compute(s.operands, ["f32"] * 2, lambda high, low: rounded(high) << 16 | rounded(low))
+        return s.compute(s.operands, ["f32"] * 2, lambda high, low: rounded(high) << _16 | rounded(low))
     return s.compute(s.operands, [given], lambda x: x.astype(TYPES[kind]))
 
 
@@ -154,8 +158,12 @@ def _float16(x: Array) -> Array:
 
 def _bfloat16(x: Array) -> Array:
     bits = x.view(np.uint32)
-    even = bits + (0x7FFF + (bits >> 16 & 1)) >> 16  # which wraps around for some NaN only
-    return np.where(np.isnan(x), np.uint32(0x7FFF), even)
+    even = bits + (_BELOW_HALF + (bits >> _16 & _1)) >> _16  # which wraps around for some NaN only
+    is_nan = x != x
+    return np.where(is_nan, np.uint32(0x7FFF), even) if np.count_nonzero(is_nan) else even
+
+
+_BELOW_HALF, _16, _1 = (np.full(32, number, np.uint32) for number in (0x7FFF, 16, 1))  # arrays are faster than numbers
 
 
 _COMPARE: dict[str, Callable[..., Array]] = {

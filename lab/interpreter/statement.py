@@ -20,7 +20,7 @@ TYPES: dict[str, Any] = {
     "s64": np.int64,
     "f32": np.float32,
 }
-_BITS = {1: np.bool_, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # of a register, by its number of bytes
+_BITS = {1: np.dtype(bool), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}  # a register's, by its bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Statement:
         if name is not None:
             if kind == "pred":
                 return lambda warp: warp.registers[name]
-            return lambda warp: warp.registers[name].view(TYPES[kind])
+            dtype = np.dtype(TYPES[kind])
+            return lambda warp: warp.registers[name].view(dtype)
         if operand.text == "__dynamic_shmem__0":
             return lambda warp: np.full(32, warp.cta.first_shared, TYPES[kind])
         return self.constant(self._value(operand), kind)
@@ -110,7 +111,10 @@ class Statement:
             raise FaultError(f"not an address: {operand.text}")
         base, offset = base_and_offset(operand.parts[0])
         read = self.source(base, kind)
-        return lambda warp: read(warp).astype(np.int64) + offset
+        if not offset:
+            return lambda warp: read(warp).astype(np.int64)
+        offsets = np.full(32, offset)
+        return lambda warp: read(warp).astype(np.int64) + offsets
 
     def compute(self, operands: Sequence[Operand], kinds: Sequence[str], function: Callable[..., Array]) -> Effect:
         """A register from others."""
