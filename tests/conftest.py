@@ -34,7 +34,7 @@ hypothesis.settings.register_profile("another seed", hypothesis.settings.get_pro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
+    parser.addoption("--fuzz-seconds", type=float, default=0.3, help="how long to draw random calls a configuration")
     parser.addoption("--fuzz-seed", type=int, default=0, help="what random calls are drawn from; 0 draws the same ever")
     parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
     parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in kernels, not some")

@@ -40,13 +40,31 @@ CORPORA = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8, 64, 96, 512])
-@pytest.mark.parametrize("corpus", CORPORA)
-@pytest.mark.parametrize(
-    "mask",
-    [CAUSAL, {}, {"causal": True, "window_size": (4096, None)}, {"window_size": (1000, 500)}],
-    ids=["causal", "full", "causal window", "window"],
-)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": CAUSAL,
+    "full": {},
+    "causal window": {"causal": True, "window_size": (4096, None)},
+    "window": {"window_size": (1000, 500)},
+}
+WINDOWS: dict[str, list[tuple[int | None, int | None]]] = {
+    "window and causal": [(1023, 0), (None, 0)],
+    "two windows and causal": [(None, 0), (127, 0), (8191, 0)],
+    "window and full": [(500, 500), (None, None)],
+    "window and full behind": [(1023, 0), (None, None)],
+}
+
+
+def pairwise_cases(masks: dict[str, Any], ranks: list[int]) -> list[Any]:
+    """Each mask with each corpus and two numbers of ranks; each number of ranks with each mask and each corpus."""
+    return [
+        pytest.param(masks[mask], corpus, num_ranks, id=f"{mask}-{corpus}-{num_ranks}")
+        for i, mask in enumerate(masks)
+        for j, corpus in enumerate(CORPORA)
+        for num_ranks in {ranks[(2 * i + j + k * (len(ranks) // 2)) % len(ranks)] for k in range(2)}
+    ]
+
+
+@pytest.mark.parametrize(("mask", "corpus", "num_ranks"), pairwise_cases(MASKS, [2, 3, 4, 7, 8, 64, 96, 512]))
 def test_ranks_have_the_same_rows_and_the_same_area(corpus: str, mask: dict[str, Any], num_ranks: int) -> None:
     sharding = Sharding.balanced(offsets(CORPORA[corpus]), num_ranks, **mask)
     rows = [sharding.num_rows(rank) for rank in range(num_ranks)]
@@ -56,13 +74,7 @@ def test_ranks_have_the_same_rows_and_the_same_area(corpus: str, mask: dict[str,
     assert max(areas) < 1.03 * sum(areas) / num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
-@pytest.mark.parametrize("corpus", CORPORA)
-@pytest.mark.parametrize(
-    "windows",
-    [[(1023, 0), (None, 0)], [(None, 0), (127, 0), (8191, 0)], [(500, 500), (None, None)], [(1023, 0), (None, None)]],
-    ids=["window and causal", "two windows and causal", "window and full", "window and full behind"],
-)
+@pytest.mark.parametrize(("windows", "corpus", "num_ranks"), pairwise_cases(WINDOWS, [2, 3, 4, 8, 64]))
 def test_ranks_have_the_same_area_under_each_window(
     corpus: str, windows: list[tuple[int | None, int | None]], num_ranks: int
 ) -> None:

@@ -22,7 +22,7 @@ from lab.ptx import tree
 from tests.lib import masks
 from tests.lib.checks import random_call
 from tests.lib.compiled import code_for
-from tests.lib.configurations import bias_gradient, forward_paired, paired
+from tests.lib.configurations import bias_gradient, chosen, forward_paired, paired
 from tests.lib.interpreted import backward, common, forward
 from tests.lib.interpreted.backward import Interpreted, execute
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
@@ -388,7 +388,7 @@ def test_the_tables() -> None:
 
 def test_what_does_not_fit_is_an_error() -> None:
     """A bug is never planted in another place, or in fewer of them, without anyone's notice."""
-    code = code_of("forward", "d64")
+    code = KERNELS["forward"].code(chosen(128, right=True))  # which other tests compile
     with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of warp 12: expected 2, got those of lines \[\d+\]"):
         code.changed(find(12, "tcgen05.dealloc", 2).left_out())
     with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):

@@ -319,9 +319,15 @@ def test_forms_of_products_that_are_not_known(host: ctypes.CDLL, changes: dict[s
     assert host.product(pointer, pointer, *arguments.values(), flags) == 0
 
 
-@pytest.mark.parametrize("jitter_ns", [0, 200_000])
-@pytest.mark.parametrize(("waiters", "lanes"), [(1, 1), (4, 1), (2, 32)])
-@pytest.mark.parametrize("form", [Form(n=64), Form(m=256, n=64, pair=True)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("form", "waiters", "lanes", "jitter_ns"),
+    [
+        (Form(n=64, m=128 * ctas, pair=ctas == 2), waiters, lanes, 200_000 * ((ctas + number) % 2))
+        for ctas in (1, 2)
+        for number, (waiters, lanes) in enumerate([(1, 1), (4, 1), (2, 32)])
+    ],
+    ids=lambda given: {1: "one", 2: "two"}[given.ctas] if isinstance(given, Form) else str(given),
+)
 def test_products_are_executed_in_order_by_those_who_wait(
     host: ctypes.CDLL, form: Form, waiters: int, lanes: int, jitter_ns: int
 ) -> None:

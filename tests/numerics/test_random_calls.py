@@ -133,7 +133,7 @@ PAIRS: dict[str, set[str]] = {
 def test_blackwells_kernels_serve_all_kinds(heads: str) -> None:
     """All their tiles among them; on any machine: nothing is computed."""
     found = set()
-    for feature, number in itertools.product(random_calls.FEATURES, range(4)):
+    for feature, number in itertools.product(random_calls.FEATURES, range(2)):
         call = random_calls.drawn(f"{heads} {feature}", random.Random(number), "cpu", 4096)
         given = {name: value for name, value in vars(replace(call, shown=None)).items() if value is not None}
         if call.cu_seqlens_q is not None:
