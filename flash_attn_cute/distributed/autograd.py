@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from flash_attn_cute.distributed import call_passes
 from flash_attn_cute.distributed.call_passes import Context, Given
@@ -37,18 +36,10 @@ class Plan(NamedTuple):
         return Ranks(None, ranks.outer) if self.trade is not None and ranks.inner is None else ranks
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    chosen: Plan,
-    context: Context,
-    inner: ProcessGroup | None,
-) -> Results:
+def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, chosen: Plan, context: Context) -> Results:
     """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable; max_logits of all ranks'."""
     connect(context.group, q.device)
-    return Results(*_Attention.apply(q, k, v, sink, chosen, context, inner))
+    return Results(*_Attention.apply(q, k, v, sink, chosen, context))
 
 
 class _Attention(torch.autograd.Function):
@@ -56,23 +47,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        chosen: Plan,
-        context: Context,
-        inner: ProcessGroup | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, chosen: Plan, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Out and lse of all keys, and max_logits of all ranks."""
-        trade = chosen.trade
+        trade, inner = chosen.trade, context.inner
         if trade is not None:
             q, k, v, sink = trade.split(q, k, v, sink, inner)
         out, lse, max_logits, _ = chosen.method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = chosen, context._replace(group=None)
+        ctx.call = chosen, context._replace(group=None, inner=None)
         ctx.groups = weakly(context.group), weakly(inner)
         if max_logits is not None:
             if trade is not None:
@@ -95,39 +79,27 @@ class _Attention(torch.autograd.Function):
             dlse = None if dlse is None else chosen.trade.part_of_lse(dlse, inner)
         given = Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         sink = sink if ctx.needs_input_grad[3] else None
-        return *_gradients(chosen, context._replace(group=outer), inner, given, k, v, sink), None, None, None
+        return *_gradients(chosen, context._replace(group=outer, inner=inner), given, k, v, sink), None, None
 
 
 def gradients(
-    given: Given,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    chosen: Plan,
-    context: Context,
-    inner: ProcessGroup | None,
+    given: Given, k: Tensor, v: Tensor, sink: Tensor | None, chosen: Plan, context: Context
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sink of an ``attend`` that autograd has not recorded.
 
     Tensors that ranks traded for heads were not saved, so ranks trade once more.
     """
-    trade = chosen.trade
+    trade, inner = chosen.trade, context.inner
     if trade is not None:
         q, k, v, sink = trade.split(given.q, k, v, sink, inner)
         out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
         lse = trade.part_of_lse(given.lse, inner)
         given = Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
-    return _gradients(chosen, context, inner, given, k, v, sink)
+    return _gradients(chosen, context, given, k, v, sink)
 
 
 def _gradients(
-    chosen: Plan,
-    context: Context,
-    inner: ProcessGroup | None,
-    given: Given,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
+    chosen: Plan, context: Context, given: Given, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sink of this rank's rows; ``given`` is of the rows and heads after the trade."""
     dtype, trade = given.q.dtype, chosen.trade
@@ -136,4 +108,4 @@ def _gradients(
     if trade is None:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
     dsink = None if dsink is None else trade.join_sink_gradient(dsink)
-    return *trade.join_gradients(dq, dk, dv, dtype, inner), dsink
+    return *trade.join_gradients(dq, dk, dv, dtype, context.inner), dsink

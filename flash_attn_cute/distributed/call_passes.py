@@ -30,7 +30,8 @@ class Context(NamedTuple):
 
     options: Options
     backend: str | None
-    group: ProcessGroup | None = None  # None: one rank, and no messages
+    group: ProcessGroup | None = None  # among whose ranks keys move; None: one rank, and no messages
+    inner: ProcessGroup | None = None  # whose ranks trade rows for heads, likewise
     block_mask: BlockMask | None = None
     entries: int | None = None  # of a dense batch under a block mask; None: packed documents
 

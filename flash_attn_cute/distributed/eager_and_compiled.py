@@ -62,9 +62,8 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
     if settings.check_data():
         rank_agreement.check(Ranks.over(call.groups), rank_agreement.statement_of(call, request, options, backend))
     entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
-    outer, inner = plan.groups(ranks)
-    context = Context(options, backend, outer, call.block_mask, entries)
-    results = autograd.attend(*call.packed, call.sink, plan, context, inner)
+    context = Context(options, backend, *plan.groups(ranks), call.block_mask, entries)
+    results = autograd.attend(*call.packed, call.sink, plan, context)
     if not call.dense:
         return results
     out, lse, max_logits, _ = results
@@ -84,9 +83,8 @@ def _gradients(
         lse = lse.transpose(0, 1).flatten(1)
         dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
     given = Given(q, out, lse, dout, dlse)
-    outer, inner = plan.groups(ranks)
-    context = Context(options, backend, outer)
-    dq, dk, dv, dsink = autograd.gradients(given, k, v, call.sink, plan, context, inner)
+    context = Context(options, backend, *plan.groups(ranks))
+    dq, dk, dv, dsink = autograd.gradients(given, k, v, call.sink, plan, context)
     return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
 
 
