@@ -71,30 +71,13 @@ class BackwardPassSm90:
         else:
             self.main(a, w, stream)
         if const_expr(self.postprocess is not None):
-            self.postprocess(
-                PostprocessArguments(
-                    mdX=a.mdQ,
-                    mdXaccum=w.mdQaccum,
-                    mCuSeqlens=a.mCuSeqlensQ,
-                    mSeqUsed=a.mSeqUsedQ,
-                    scale=a.numbers.softmax_scale,
-                    mSemaphores=w.mSemaphoresQ,
-                ),
-                stream,
-            )
+            scale, rows = a.numbers.softmax_scale, (a.mCuSeqlensQ, a.mSeqUsedQ)
+            self.postprocess(PostprocessArguments(a.mdQ, w.mdQaccum, *rows, scale, w.mSemaphoresQ), stream)
         if const_expr(self.postprocess_keys is not None):
             for i, (mdX, scale) in enumerate(((a.mdK, a.numbers.softmax_scale), (a.mdV, Float32(1.0)))):
-                self.postprocess_keys[i](
-                    PostprocessArguments(
-                        mdX=mdX,
-                        mdXaccum=self._sums(w, i),
-                        mCuSeqlens=a.mCuSeqlensK,
-                        mSeqUsed=a.mSeqUsedK,
-                        scale=scale,
-                        mSemaphores=w.mSemaphoresK,
-                    ),
-                    stream,
-                )
+                rows = a.mCuSeqlensK, a.mSeqUsedK
+                given = PostprocessArguments(mdX, self._sums(w, i), *rows, scale, w.mSemaphoresK)
+                self.postprocess_keys[i](given, stream)
 
     def _sums(self, w: Workspace, which: int) -> cute.Tensor:
         """Sums of dK (0) or dV (1), (heads_k, tiles, numbers), in a part that is sized for the wider of them."""
