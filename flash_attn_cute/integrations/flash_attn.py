@@ -371,20 +371,9 @@ def _with_alibi(
     of a query's keys: it cancels in the softmax and is taken from lse. Behind the diagonal it is ``-slope * j``. Keys
     behind it are what a causal window turned round shows to all queries but the last, as if that one was not there.
 
-    Args:
-        attend: the public function and all but what follows.
-        qkv: q, k and v.
-        slopes: (nheads,) or (batch, nheads).
-        diagonal: (seqlen_q,) or (total_q,), the position of each query among the keys of its sequence.
-        columns: how many keys the bias is for.
-        seqused_q: (batch,) int32, or None.
-        fewer: (batch,) int32, the lengths of q, each less one.
-        causal: as in the public functions.
-        window_size: as in the public functions.
-        return_lse: whether to return lse, too.
-
-    Returns:
-        out, or (out, lse).
+    ``attend`` is the public function and all but what follows. ``diagonal``, (seqlen_q,) or (total_q,), has the
+    position of each query among the keys of its sequence, of which there are ``columns`` at the most. ``fewer``,
+    (batch,) int32, has the lengths of q, each less one. Returns out, or (out, lse).
     """
     q = qkv[0]
     kind = q.device.type

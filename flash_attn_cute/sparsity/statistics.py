@@ -10,19 +10,12 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 
 
 class Statistics(NamedTuple):
-    """Counts of blocks of 128 x 128, over all batch entries and heads that a mask has.
-
-    Attributes:
-        blocks: all blocks.
-        full: blocks whose scores are all visible.
-        partial: blocks whose scores are visible in part.
-        tiles: distinct tiles of partial blocks.
-    """
+    """Counts of blocks of 128 x 128, over all batch entries and heads that a mask has."""
 
     blocks: int
-    full: int
-    partial: int
-    tiles: int
+    full: int  # whose scores are all visible
+    partial: int  # whose scores are visible in part
+    tiles: int  # of partial blocks, distinct ones
 
     @classmethod
     def of(cls, rows: BlockRows, sizes: Sizes) -> Statistics:

@@ -1,1 +1,1 @@
-"""The backward pass on Blackwell: ``launch`` is what is compiled, ``cta`` or ``two_pass`` its main kernel."""
+"""The backward pass on Blackwell: ``launch`` is what is compiled, and chooses the main kernel of a configuration."""

@@ -1,5 +1,1 @@
-"""The backward pass on Hopper.
-
-``launch`` is what is compiled: ``preprocess``, one of two main kernels (``cta`` up to d = 128, ``cluster`` above), and
-behind the latter ``postprocess``. Both work on the tiles of ``tiles`` and add to the ``workspace``.
-"""
+"""The backward pass on Hopper: ``launch`` is what is compiled, and chooses the main kernel of a configuration."""
