@@ -70,19 +70,12 @@ class RealRows(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """All tables of a block mask that a backend reads.
+    """All tables of a block mask that a backend reads."""
 
-    Attributes:
-        rows: for the forward pass.
-        columns: for the backward pass, of blocks of 128 keys or of 64; None where nothing is differentiated.
-        real: rows that are no padding; None if no row is padding.
-        intervals: tables of a backend's own, see ``backends.packing.Intervals``.
-    """
-
-    rows: BlockRows
-    columns: BlockColumns | None
-    real: RealRows | None = None
-    intervals: tuple[Tensor, Tensor] | None = None
+    rows: BlockRows  # for the forward pass
+    columns: BlockColumns | None  # for the backward pass, of 128 keys or of 64; None where nothing is differentiated
+    real: RealRows | None = None  # None if no row is padding
+    intervals: tuple[Tensor, Tensor] | None = None  # a backend's own, see ``backends.packing.Intervals``
 
     @property
     def has_half_columns(self) -> bool:

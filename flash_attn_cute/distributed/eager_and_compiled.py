@@ -91,15 +91,7 @@ def _gradients(
 def attend_compiled(
     arguments: tuple[Any, ...], names: list[str], method: str, dense: bool, options: Options, backend: str | None
 ) -> Results:
-    """``attend_eagerly``, by the operator.
-
-    Args:
-        arguments: the fields of a ``RankCall`` up to its lengths.
-        names: those of its groups.
-        method: as in it.
-        dense: as in it.
-        options: of the call.
-        backend: the name of one, or None.
+    """``attend_eagerly``, by the operator, of a ``RankCall``'s fields up to its lengths and the names of its groups.
 
     Raises:
         TypeError: a sharding that is none.

@@ -55,13 +55,7 @@ def attention(
 ) -> Results:
     """Both passes of a call, every operation in one dtype.
 
-    Args:
-        spec: the call's.
-        inputs: its tensors.
-        shown: what its block mask shows, (batch or 1, 1, seqlen_q, seqlen_k), bool.
-        dout: the gradient of out.
-        dlse: that of lse, if it has one.
-        dtype: of the computation.
+    ``shown`` is what its block mask shows, (batch or 1, 1, seqlen_q, seqlen_k), bool.
     """
     given = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.learnable_sink
     q, k, v, bias, sink = (None if x is None else x.detach().to(dtype).requires_grad_() for x in given)

@@ -56,17 +56,9 @@ def begin(folder: Path) -> None:
 
 
 def write(folder: Path, gpu: Gpu, verdict: Verdict, summary: str, chosen: Sequence[Command] | None = None) -> Path:
-    """Runs what belongs to a report, and writes it; a command that fails or takes too long is part of it.
+    """Runs what belongs to a report, and writes it into the folder where ``begin`` has been; returns the archive.
 
-    Args:
-        folder: where ``begin`` has been.
-        gpu: the GPU.
-        verdict: of the self-check.
-        summary: the same in words.
-        chosen: the commands; None: ``commands``.
-
-    Returns:
-        The archive to send back.
+    A command that fails or takes too long is part of it. ``chosen`` takes the place of ``commands``.
     """
     folder = folder.resolve()
     shutil.copy(verdict.log, folder / "selfcheck.log")

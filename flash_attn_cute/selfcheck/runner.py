@@ -59,12 +59,8 @@ def run(
 ) -> Findings:
     """Runs steps one after the other; a family that failed is not asked for again.
 
-    Args:
-        request: what the process that runs them is given.
-        steps: in their order.
-        log: the file that all its output goes to.
-        say: receives a line for each step that is over.
-        limits: how long things may take.
+    The process that runs them is given the request; all its output goes to the log. ``say`` receives a line for each
+    step that is over.
 
     Raises:
         OSError: the process cannot be started.

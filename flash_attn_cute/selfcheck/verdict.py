@@ -201,15 +201,8 @@ def checked(
 ) -> tuple[runner.Findings, list[str]]:
     """Runs the steps of a GPU's architecture; returns what they found, and the families that they judge.
 
-    Args:
-        gpu: the GPU.
-        log: for all output.
-        backend: which computes; None: the architecture's.
-        everything: with the long steps.
-        chosen: which families are checked.
-        command: of the process that runs the steps.
-        say: receives a line for each step that is over.
-        limits: how long things may take; None: eight minutes in all, with the long steps two hours.
+    ``everything``: with the long steps. ``chosen``: whether a family is checked. ``say`` receives a line for each step
+    that is over. Without ``limits`` they may take eight minutes in all, with the long steps two hours.
     """
     every = [step for step in steps.steps_of(ARCHITECTURES[gpu.architecture]) if everything or not step.is_long]
     some = [step for step in every if not step.family or chosen(step.family)]

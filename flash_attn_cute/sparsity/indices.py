@@ -189,10 +189,6 @@ class Indices(PerHead):
         """Makes every tile that could be needed, and the code of each entry, where only first rows of blocks are real.
 
         Tile 16 * (n * i + j) + p shows the quarters p of queries with lengths i and keys with lengths j, of n lengths.
-
-        Args:
-            quarters: see ``_tiles``.
-            block: likewise.
         """
         assert self.lengths is not None
         assert self.length_of is not None

@@ -367,11 +367,8 @@ class CuteBackend:
     ) -> "Launch":
         """The launch of a pass on a GPU.
 
-        Args:
-            plan_pass: of ``plan`` or ``selection_plan``, from an architecture, ``spec``, ``given`` and a number of SMs.
-            device: the GPU.
-            spec: of the call.
-            given: what else the plan follows from.
+        ``plan_pass``, of ``plan`` or ``selection_plan``, makes the plan of an architecture, ``spec``, what is ``given``
+        and a number of SMs.
         """
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 

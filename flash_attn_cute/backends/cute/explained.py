@@ -33,15 +33,9 @@ def planned(
 ) -> Passes:
     """The launches of a call.
 
-    Args:
-        architecture: whose kernels.
-        spec: the call's.
-        inputs: on the meta device, where nothing is computed; offsets that are the same memory are the same tensor.
-        num_sms: SMs of the GPU.
-        need_dbias: whether the bias has a gradient.
-        blocks: of a block mask, which is not among the inputs: batch entries and heads that differ, and those
-            whose launch orders do.
-        halves: blocks of 64 x 64 that its half columns list; 0 if it has columns of 128 keys.
+    Inputs are on the meta device, where nothing is computed; offsets that are the same memory are the same tensor. A
+    block mask is not among them: ``blocks`` are its batch entries and heads that differ, and those whose launch orders
+    do, and ``halves`` the blocks of 64 x 64 that its half columns list, 0 if it has columns of 128 keys.
     """
     intervals = needs_intervals(spec)
     if intervals:

@@ -16,14 +16,10 @@ _LOG2_E = math.log2(math.e)
 def sink_gradient(
     spec: AttentionSpec, inputs: AttentionInputs, planned: BackwardPlan, workspace: Tensor, sink: Tensor
 ) -> Tensor:
-    """The gradient of a sink: minus the sum over queries of the sink's own P times delta.
+    """The gradient of a sink (nheads,): minus the sum over queries of the sink's own P times delta.
 
-    Args:
-        spec: of the call.
-        inputs: as the kernels got them.
-        planned: the plan of the backward pass.
-        workspace: of that pass, which begins with lse, in base 2 or with a bias natural, and delta.
-        sink: (nheads,).
+    Inputs are as the kernels got them. The workspace of the backward pass begins with lse, in base 2 or with a bias
+    natural, and delta.
     """
     shape, tile_m = planned.stats_shape, planned.config.tile_m
     lse, delta = workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)

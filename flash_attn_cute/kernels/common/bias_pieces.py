@@ -227,13 +227,7 @@ class PieceMap:
     ) -> None:
         """Publishes this CTA's pieces and loads their operands, one piece after the other, by one warp.
 
-        Args:
-            a: of the kernel.
-            tables: of a mask.
-            tma: of ``operands``.
-            operands: (rows, columns, stage), in the order of ``tma``.
-            rings: those of the schedule, of which ``qk`` has Q and K, and ``dov`` dO and V.
-            pieces: where the pieces are published.
+        Operands are (rows, columns, stage), in the order of ``tma``. The ring ``qk`` has Q and K, and ``dov`` dO and V.
         """
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]

@@ -25,12 +25,7 @@ def begin(
 ) -> None:
     """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
 
-    Args:
-        init_barriers: initialises them, by one thread.
-        tma: whose descriptors it loads and stores by.
-        holder: in shared memory.
-        warp_idx: of the thread, uniform.
-        ctas: of a cluster: 1, or 2 that compute products together.
+    One thread calls ``init_barriers``. A cluster has one CTA, or two that compute products together.
     """
     pair = ctas == 2
     if warp_idx == PRODUCER_WARP:

@@ -34,17 +34,11 @@ def hide(
     edges: cutlass.Constexpr,
     num_rows: Int32 | None = None,
 ) -> list[Float32]:
-    """Scores, but those that an edge hides, by selection: NaN in hidden places reaches nothing.
+    """Scores of 32 columns, but those that an edge hides, by selection: NaN in hidden places reaches nothing.
 
-    Args:
-        scores: of 32 columns of a block.
-        scale_log2: what they are yet to be multiplied by.
-        row: its position in its sequence.
-        first_column: the position of the first one's key.
-        num_columns: keys of the sequence.
-        window: which keys a query attends to.
-        edges: ``Edges`` that can be within the block.
-        num_rows: of the sequence, if rows behind it are to be fully masked; else their scores may be anything.
+    They are yet to be multiplied by ``scale_log2``. ``row`` and ``first_column`` are positions in their sequences.
+    ``edges`` are those that can be within the block. ``num_rows`` is given if rows behind the last one are to be fully
+    masked; else their scores may be anything.
     """
     assert len(scores) == _COLUMNS
     start, stop = visible_columns(row, first_column, num_columns, window, edges)
@@ -76,15 +70,10 @@ def words_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32 | int, thread: In
 def within_interval(
     words: list[Int32], mIntervals: cute.Tensor, entry: Int32 | int, length: Int32, row: Int32, first_column: Int32
 ) -> list[Int32]:
-    """Bits of a row within the interval of columns that it attends to.
+    """Bits of a row, 32 columns a word from ``first_column`` on, within the interval of columns that it attends to.
 
-    Args:
-        words: of 32 columns each.
-        mIntervals: the first and the one behind the last, of all rows of all entries of the batch, flattened.
-        entry: which.
-        length: its rows; rows behind the last one attend to what that does.
-        row: its number among them.
-        first_column: the position of the first one of the first word.
+    ``mIntervals`` has the first column and the one behind the last of all rows of all entries of the batch, flattened.
+    An entry has ``length`` rows; rows behind the last one attend to what that does.
     """
     seen = cute.make_rmem_tensor(2, Int32)
     number = entry * length + cutlass.min(row, length - 1)

@@ -73,14 +73,10 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 def store_row(
     rX: cute.Tensor, r: cutlass.Constexpr, gX: cute.Tensor, thread: Int32, first_column: cutlass.Constexpr = 0
 ) -> None:
-    """Stores this thread's part of the r-th of its accumulator rows, in pairs of columns.
+    """Stores this thread's part of the r-th (0 or 1) of its accumulator rows, in pairs of columns.
 
-    Args:
-        rX: what it has of the accumulator, in the dtype of gX.
-        r: 0 or 1.
-        gX: the row's place in global memory, (columns,); columns behind it are left out.
-        thread: of the warpgroup.
-        first_column: of the accumulator within the row.
+    ``rX`` is in the dtype of ``gX``, the row's place in global memory, (columns,); columns behind it are left out.
+    ``first_column`` is the accumulator's within the row.
     """
     own = rows_and_columns(rX)
     for c in cutlass.range_constexpr(0, cute.size(own, mode=[1]), 2):
@@ -105,14 +101,9 @@ def store_rows(
 
 @cute.jit
 def store_residuals(acc: cute.Tensor, r: cutlass.Constexpr, gR: cute.Tensor, thread: Int32, dtype: type) -> None:
-    """Stores what this thread's part of the r-th of its accumulator rows will lose by rounding.
+    """Stores what this thread's part of the r-th (0 or 1) of its accumulator rows will lose by rounding to ``dtype``.
 
-    Args:
-        acc: the accumulator.
-        r: 0 or 1.
-        gR: the row's place among residuals, (columns,), a multiple of 32; columns behind it are left out.
-        thread: of the warpgroup.
-        dtype: to which the accumulator will be rounded.
+    ``gR`` is the row's place among residuals, (columns,), a multiple of 32; columns behind it are left out.
     """
     own, bytes_of_group = rows_and_columns(acc), GROUP // 4
     words = cute.make_rmem_tensor(bytes_of_group // 4, Int32)

@@ -173,11 +173,7 @@ def _operands_of_dQ(config: BackwardConfig, shared: Shared) -> tuple[cute.Tensor
 def _halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int) -> cute.Tensor:
     """An operand of a column of 16 bits a query in tensor memory, of each warpgroup's queries one after the other.
 
-    Args:
-        config: of the kernel.
-        mma: the product that it is for.
-        first: where those of the first warpgroup begin.
-        pitch: columns of 32 bits from there to the second's.
+    Those of the first warpgroup begin at ``first``, and the second's ``pitch`` columns of 32 bits behind.
     """
     layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
     steps, within = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS, layout.stride[2]

@@ -28,14 +28,10 @@ def load_four(stats: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
 
 @cute.jit
 def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32, is_first: Boolean | None) -> None:
-    """Adds a warpgroup's accumulator to a part of the workspace.
+    """Adds a warpgroup's accumulator to its part of a block in the workspace.
 
-    Args:
-        acc: the accumulator.
-        part: of a block.
-        thread: of the warpgroup.
-        is_first: whether no tile has added to the part before: what is there is overwritten. None: that is not known,
-            and the workspace was zero to begin with.
+    ``is_first``: no tile has added to the part before, so what is there is overwritten. None: that is not known, and
+    the workspace was zero to begin with.
     """
     if const_expr(is_first is None):
         _add(acc, part, thread)
