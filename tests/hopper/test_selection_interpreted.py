@@ -169,6 +169,19 @@ def test_rows_that_reach_nothing() -> None:
     assert poisoned.lse[..., 20].isfinite().all()
 
 
+def test_infinite_values_of_a_pick_stay_infinite() -> None:
+    """Picks are loaded four at a time; where fewer are left, no earlier one's numbers are multiplied by zero."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    call = with_selection(random_call([9], [320], causal=True, **given), torch.arange(5).expand(1, 1, 9, 5), 64)
+    with torch.no_grad():
+        call.v[:, 70, 0, 3] = torch.inf  # of the second pick
+    out = results_of(call, random.Random(0)).out
+    assert out[..., 3].isposinf().all()
+    assert out[..., :3].isfinite().all()
+    assert out[..., 4:].isfinite().all()
+
+
 def test_blocks_that_share_a_tile_make_one_pick() -> None:
     """All sixteens of a block of 64, selected in any order and several times, give the bits that the block gives."""
     torch.manual_seed(0)

@@ -12,67 +12,52 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
+from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
 from flash_attn_cute.kernels.common.rows import rounded, rows_first
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.selection import threads_of_rows
 
-_VECTOR = 8  # columns of dQ of a thread
+_LANES = 32
 _FOUR = 4  # columns of dK and dV of a thread at a time
 
 
 class SelectionQueryGradients:
-    """The kernel of dQ: so many threads a row as a tile's row has vectors of 8 columns."""
+    """The kernel of dQ: a lane for 8 columns of a row."""
 
     def __init__(self, config: Any):
         self.config = config
-        self.lanes = config.tile_d // _VECTOR
-        self.threads = threads_of_rows(self.lanes)
+        self.rows = PickedRows(config, config.tile_d)
 
     @cute.jit
     def __call__(self, a: SelectionBackwardArguments, tables: SelectionTables, mdQ: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
-        rows = a.numbers.num_units * a.numbers.num_rows * self.config.group
-        grid = [cute.ceil_div(rows, self.threads // self.lanes), 1, 1]
-        self.kernel(a, tables.mColumns, mdQ).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
+        self.kernel(a, tables.mColumns, mdQ).launch(**self.rows.shape_of_launch(a), stream=stream)
 
     @cute.kernel
     def kernel(self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor) -> None:
-        """Sums up some rows."""
-        n, group = a.numbers, self.config.group
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
-        index = index * (self.threads // self.lanes) + thread // self.lanes
-        row, unit_idx = index // group % n.num_rows, index // group // n.num_rows
-        if unit_idx < n.num_units:
-            self._sum(a, mColumns, mdQ, unit_idx, row, index % group, thread % self.lanes)
+        """Sums up some queries."""
+        place = self.rows.place(a)
+        if place.unit_idx < a.numbers.num_units:
+            self._sum(a, mColumns, mdQ, place)
 
     @cute.jit
     def _sum(
-        self,
-        a: SelectionBackwardArguments,
-        mColumns: cute.Tensor,
-        mdQ: cute.Tensor,
-        unit_idx: Int32,
-        row: Int32,
-        in_group: Int32,
-        lane: Int32,
+        self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor, place: cutlass.Constexpr
     ) -> None:
-        """Sums up a vector of a row of the launch, for a head of the group."""
+        """Sums up a query, in a lane a vector of it."""
         c, n, packed = self.config, a.numbers, self.config.features.packed
-        unit, pick = SelectedUnit.of(c, a, unit_idx), row * n.top
-        columns = cute.domain_offset((pick,), mColumns[unit.set, None])
-        dQ_of = cute.domain_offset((Int64(pick), 0), mdQ[unit_idx, None, None])  # of more than 2^31 numbers
-        total = cute.make_rmem_tensor(_VECTOR, Float32)
+        dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)
         total.fill(0.0)
-        for rank in cutlass.range(n.top, unroll=4):
-            if columns[rank] < n.columns:
-                add(total, cute.local_tile(dQ_of[rank, None], (_VECTOR,), (in_group * self.lanes + lane,)))
-        head, entry = unit.number * c.group + in_group, Int32(0) if const_expr(packed) else unit.batch
-        gdQ = rows_first(a.mdQ, packed)[n.first_row + row, None, head, entry]
-        if lane * _VECTOR < gdQ.shape[0]:
+        for first in cutlass.range(0, n.top, _LANES, unroll=1):
+            picks = self.rows.picks(a, mColumns, place, first)
+            self.rows.add(total, dQ_of, Float32, place, first, picks, None, Float32(0.0))
+        head, entry = place.unit.number * c.group + place.in_group, Int32(0) if const_expr(packed) else place.unit.batch
+        gdQ = rows_first(a.mdQ, packed)[n.first_row + place.row, None, head, entry]
+        if place.has_head and place.lane * VECTOR < gdQ.shape[0]:
             words = rounded(total, n.softmax_scale, gdQ.element_type)
-            cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gdQ, (_VECTOR,), (lane,)), Int32))
+            vector = cute.local_tile(gdQ, (VECTOR,), (place.lane,))
+            cute.autovec_copy(words, cute.recast_tensor(vector, Int32))
 
 
 class SelectionKeyGradients:

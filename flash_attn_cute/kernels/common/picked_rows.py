@@ -1,0 +1,150 @@
+"""Kernels that add up what the picks of a query have left: their threads, and their loop over the picks.
+
+A lane has a vector of 8 columns of a row, and a warp the rows of one query, for some heads of its unit. A warp reads
+the columns of 32 ranks at a time, and a ballot finds those with a pick: what the other ranks would have is not read.
+Such a kernel reads each number once, so memory bounds it, as long as enough bytes are on their way: a lane loads the
+vectors of the next picks before it adds the last ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+
+VECTOR = 8  # columns of a thread
+_LANES = 32
+_WARPS = 8  # of a CTA
+_TOGETHER = 4  # picks whose vectors are on their way at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """A warp's query and heads, and a lane's vector."""
+
+    unit_idx: Int32  # of the launch; behind the last one if the warp has no query
+    row: Int32  # of the launch
+    unit: SelectedUnit
+    first_head: Int32  # of the warp's, in the group
+    in_group: Int32  # the lane's head
+    lane: Int32  # of the head's row; a row may have fewer vectors
+    has_head: Boolean  # else the lane has the last head of the group once more
+
+
+class PickedRows:
+    """Rows of so many columns, for each head of a group, as warps have them: as many heads as a warp has lanes for."""
+
+    def __init__(self, config: Any, columns: int):
+        self.config = config
+        self.vectors = columns // VECTOR  # of a row
+        self.lanes = 1 << (self.vectors - 1).bit_length()  # of a row
+        self.heads = _LANES // self.lanes  # of a warp
+        self.warps = -(-config.group // self.heads)  # of a query
+
+    def shape_of_launch(self, a: Any) -> dict[str, list[Int32 | int]]:
+        """Grid and block of a kernel for all rows of a launch."""
+        warps = a.numbers.num_units * a.numbers.num_rows * self.warps
+        return {"grid": [cute.ceil_div(warps, _WARPS), 1, 1], "block": [_WARPS * _LANES, 1, 1]}
+
+    @cute.jit
+    def place(self, a: Any) -> Place:
+        """This thread's place."""
+        index, _, _ = cute.arch.block_idx()
+        index, lane = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        query, first_head = index // self.warps, index % self.warps * self.heads
+        unit_idx, head = query // a.numbers.num_rows, first_head + lane // self.lanes
+        return Place(
+            unit_idx=unit_idx,
+            row=query % a.numbers.num_rows,
+            unit=SelectedUnit.of(self.config, a, unit_idx),
+            first_head=first_head,
+            in_group=cutlass.min(head, self.config.group - 1),
+            lane=lane % self.lanes,
+            has_head=head < self.config.group,
+        )
+
+    @cute.jit
+    def picks(self, a: Any, mColumns: cute.Tensor, place: cutlass.Constexpr, first: Int32) -> Int32:
+        """Bits of the ranks ``first`` .. ``first`` + 32 with a pick, by all lanes of a warp."""
+        rank, n = first + cute.arch.lane_idx(), a.numbers
+        column = mColumns[place.unit.set, place.row * n.top + cutlass.min(rank, n.top - 1)]
+        return cute.arch.vote_ballot_sync(rank < n.top and column < n.columns)
+
+    def of_row(self, a: Any, mX: cute.Tensor, place: Place) -> cute.Tensor:
+        """Rows of mX (unit, pick, ...), of more than 2^31 numbers, by the ranks of the warp's query: (rank, ...)."""
+        of_unit = mX[place.unit_idx, None, None]
+        return cute.domain_offset((Int64(place.row * a.numbers.top), 0), of_unit)
+
+    @cute.jit
+    def add(
+        self,
+        total: cute.Tensor,
+        mX: cute.Tensor,
+        dtype: cutlass.Constexpr,
+        place: cutlass.Constexpr,
+        first: Int32,
+        picks: Int32,
+        weights: cutlass.Constexpr,
+        row_sum: Float32,
+    ) -> Float32:
+        """Adds the vectors of some picks, times their weights, in ascending order; all lanes of a warp call it.
+
+        Args:
+            total: of the lane's vector, float32.
+            mX: (rank, numbers of 4 bytes) of the query: the rows of its group's heads.
+            dtype: of the numbers, of which 4 bytes have one or two.
+            place: of the lane.
+            first: rank of the first bit of ``picks``.
+            picks: bits of ranks.
+            weights: of the ranks, one a lane, for each of the warp's heads; None if all are 1.
+            row_sum: to which the weights of the lane's head are added.
+
+        Returns:
+            the sum of weights.
+        """
+        ranks = cute.make_rmem_tensor(_TOGETHER, Int32)  # of the vectors, -1 of none
+        vectors = [cute.make_rmem_tensor(VECTOR * dtype.width // 32, Float32) for _ in range(_TOGETHER)]
+        left, source = picks, cute.domain_offset((first, 0), mX)
+        for i in cutlass.range_constexpr(_TOGETHER):
+            left = self._load(vectors[i], ranks, i, source, place, left)
+        for _ in cutlass.range(cute.ceil_div(cute.arch.popc(picks), _TOGETHER), unroll=1):
+            for i in cutlass.range_constexpr(_TOGETHER):
+                rank, numbers = ranks[i], cute.recast_tensor(vectors[i], dtype)
+                weight = self._weight(weights, rank, place) if const_expr(weights is not None) else Float32(1.0)
+                weight = weight if rank >= 0 else Float32(0.0)
+                row_sum += weight
+                for j in cutlass.range_constexpr(VECTOR):
+                    total[j] += weight * numbers[j].to(Float32)
+                left = self._load(vectors[i], ranks, i, source, place, left)
+        return row_sum
+
+    @cute.jit
+    def _load(
+        self,
+        vector: cute.Tensor,
+        ranks: cute.Tensor,
+        i: cutlass.Constexpr,
+        source: cute.Tensor,
+        place: cutlass.Constexpr,
+        picks: Int32,
+    ) -> Int32:
+        """Loads the lane's vector of the first of some picks, or zeros if there are none, and returns the others."""
+        ranks[i] = cute.arch.popc(~picks & (picks - 1)) if picks != 0 else Int32(-1)
+        if picks != 0:
+            number = place.in_group * self.vectors + cutlass.min(place.lane, self.vectors - 1)
+            cute.autovec_copy(cute.local_tile(source[ranks[i], None], (cute.size(vector),), (number,)), vector)
+        else:
+            vector.fill(0.0)  # not the last pick's, which may be infinite
+        return picks & (picks - 1)
+
+    @cute.jit
+    def _weight(self, weights: cutlass.Constexpr, rank: Int32, place: cutlass.Constexpr) -> Float32:
+        """The weight of a rank, for the lane's head."""
+        found = cute.arch.shuffle_sync(weights[0], rank)
+        for i in cutlass.range_constexpr(1, self.heads):
+            other = cute.arch.shuffle_sync(weights[i], rank)
+            found = other if place.in_group - place.first_head == i else found
+        return found
