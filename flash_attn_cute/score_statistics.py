@@ -1,12 +1,13 @@
 """Statistics of attention's probabilities: the entropy of each query's, and the sum of each key's.
 
-Losses for indexers and routers, and logs of attention that collapses, want them. Neither needs a kernel of its own:
+Losses for indexers and routers, and logs of attention that collapses, want them.
 
-- a query's mean score is its product with the mean of the keys that it attends to, which is attention with v = k;
-- a key's sum over the queries is ``sum_i exp(s_ij - lse_i)``, which is exp of the log-sum-exp of attention from keys to
-  queries. ``-lse`` comes as three more columns of q, its parts of q's dtype, beside a power of two in those of k.
+- A query's mean score is its product with the mean of the keys that it attends to, which is attention with v = k.
+- A key's sum over the queries is ``sum_i exp(s_ij - lse_i)``. On Hopper a kernel of its own computes it. Elsewhere, and
+  in compiled programs, it is exp of the log-sum-exp of attention from keys to queries: ``-lse`` comes as three more
+  columns of q, its parts of q's dtype, beside a power of two in those of k.
 
-Each takes about as long as a forward pass, and no memory that grows with the number of pairs. Neither has a gradient.
+Neither takes memory that grows with the number of pairs, or has a gradient.
 """
 
 import math
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.api import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.calls import column_sums as own_kernel
+from flash_attn_cute.calls import validate
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.validate import Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -67,6 +71,7 @@ def row_entropy(
         TypeError: an argument that is not of ``Pairs``; else as ``flash_attn_func`` does.
         ValueError: as ``flash_attn_func`` does.
     """
+    _refuse_unknown(pairs)
     mean_k, lse = _attention(q, k, k, pairs, mask=mask, block_mask=block_mask)
     # As products of float16 can be too large for it, and those of bfloat16 cannot.
     products = q * mean_k if q.dtype == torch.bfloat16 else q.to(lse.dtype) * mean_k
@@ -78,7 +83,8 @@ def row_entropy(
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> Tensor:
     """Sum of each key's probabilities over the queries that see it, ``sum_i exp(s_ij - lse_i)``, for each query head.
 
-    They are exact to the rounding of float32. Kernels serve d up to 248, as they are given 8 columns more.
+    They are exact to the rounding of float32. d is 248 at the most where kernels other than Hopper's serve a call, as
+    they are given 8 columns more.
 
     Args:
         q: (batch, seqlen_q, nheads, d), or packed (total_q, nheads, d).
@@ -93,14 +99,22 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
 
     Raises:
         TypeError: an argument that is not of ``Pairs``; else as ``flash_attn_func`` does.
-        ValueError: lse of another shape, a softmax_scale of 0; else as ``flash_attn_func`` does.
+        ValueError: lse of another shape or device, a softmax_scale of 0; else as ``flash_attn_func`` does.
     """
+    _refuse_unknown(pairs)
     scale = _scale(q, pairs)
     if not scale:
         raise ValueError("softmax_scale: expected a number other than 0, got 0")
     rows = lse.transpose(-1, -2)[..., None]
-    if rows.shape != (*q.shape[:-1], 1):
-        raise ValueError(f"lse: expected (..., nheads, queries) of q, {tuple(q.shape)}, got {tuple(lse.shape)}")
+    if rows.shape != (*q.shape[:-1], 1) or lse.device != q.device:
+        expected = f"(..., nheads, queries) of q, {tuple(q.shape)} on {q.device}"
+        raise ValueError(f"lse: expected {expected}, got {tuple(lse.shape)} on {lse.device}")
+    sums = own_kernel.column_sums(_call(q, k, pairs), lse)
+    return _sums_of_turned(q, k, rows, scale, pairs) if sums is None else sums
+
+
+def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pairs) -> Tensor:
+    """Column sums by attention from keys to queries; ``rows`` is lse as a column of q."""
     hidden = rows == -math.inf
     # A power of two, so that no part of lse is larger than lse.
     factor = math.copysign(2.0 ** math.ceil(-math.log2(abs(scale))), scale)
@@ -120,14 +134,32 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     return log_sums.exp()
 
 
+def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
+    """The call whose scores the pairs have, with k for v."""
+    names = "softmax_scale", "causal", "window_size", "backend"
+    options: Any = {name: x for name, x in pairs.items() if name in names}
+    lengths = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
+    bounds = None
+    if "cu_seqlens_q" in pairs:
+        most_q, most_k = (validate.check_max_seqlen(x, pairs[x]) for x in ("max_seqlen_q", "max_seqlen_k"))
+        bounds = most_q, most_k
+    checked = validate.check_options(**options)
+    call = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
+    return call.with_tensors(**lengths)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
-    """Out and lse of a call; arguments that are not of ``Pairs`` are refused."""
-    unknown = pairs.keys() - Pairs.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"{', '.join(sorted(unknown))}: not among the arguments of score statistics")
+    """Out and lse of a call."""
     attend: Any = flash_attn_varlen_func if "cu_seqlens_q" in pairs else flash_attn_func
     found: tuple[Tensor, Tensor] = attend(q, k, v, return_lse=True, **masks, **pairs)
     return found
+
+
+def _refuse_unknown(pairs: Pairs) -> None:
+    """Raises TypeError for an argument that is not of ``Pairs``."""
+    unknown = pairs.keys() - Pairs.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))}: not among the arguments of score statistics")
 
 
 def _of_other_side(name: str) -> str:

@@ -93,6 +93,14 @@ class Backend(Protocol):
         """Allocates and computes the results."""
         ...
 
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor | None:
+        """Sums of each key's probabilities, (batch, nheads, seqlen_k) or packed (nheads, total_k), float32.
+
+        None if the backend has no kernel of its own for them. Calls have at most windows and padding. ``lse`` is that
+        of their scores, float32, of ``inputs.lse_shape``. v is not read. The sums of padding are 0.
+        """
+        ...
+
     def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
         """``forward`` for calls of one spec and equal bounds, without block masks, that look like this one.
 

@@ -29,6 +29,7 @@ from flash_attn_cute.kernels.selection import BLOCKS
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = get_args(PassName)
 _SELECTIONS = "selection", "selection_backward"
+_ON_REQUEST = *_SELECTIONS, "column_sums"  # passes that few need
 LAYOUTS = ("dense", "packed")
 FEATURES = tuple(word for word in words() if word not in ("packed", "left", "right"))  # which have options of their own
 _ARCHITECTURES = registry.ARCHITECTURES
@@ -98,12 +99,12 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 
 
 def _passes(chosen: argparse.Namespace) -> list[Any]:
-    """Passes that were asked for, or all that the architecture has but selections."""
+    """Passes that were asked for, or all that the architecture has but those that few need."""
     has = _ARCHITECTURES[chosen.architecture].passes
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:
         raise ValueError(f"--passes: expected some of {', '.join(has)} for {chosen.architecture}, got {missing[0]}")
-    return [name for name in PASSES if name in (chosen.passes or has.keys() - set(_SELECTIONS))]
+    return [name for name in PASSES if name in (chosen.passes or has.keys() - set(_ON_REQUEST))]
 
 
 def _on_all_gpus(name: str) -> list[registry.Architecture]:
@@ -217,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
         ("--layouts", "LAYOUT", LAYOUTS, list(LAYOUTS)),
         ("--features", "FEATURE", FEATURES, []),
     ):
-        none = "all that there are" if option == "--passes" else "none"
+        none = f"all but {', '.join(_ON_REQUEST)}" if option == "--passes" else "none"
         text = f"out of {', '.join(names)} (default: {' '.join(default) or none})"
         warming.add_argument(option, nargs="+", choices=names, metavar=one, default=default, help=text)
     warming.add_argument(

@@ -307,6 +307,31 @@ class SelectionBackwardArguments(NamedTuple):
     numbers: SelectionNumbers
 
 
+class ColumnSumsNumbers(NamedTuple):
+    """Numbers of a pass of column sums that a plan fixes."""
+
+    softmax_scale: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
+    num_sms: Annotated[Any, _INT]
+
+
+class ColumnSumsArguments(NamedTuple):
+    """Arguments of a pass of column sums, which follows a forward pass."""
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mLSE: Annotated[Any, _ROW_NUMBERS]
+    mSums: Annotated[Any, _ROW_NUMBERS]  # (batch, heads, seqlen_k) or (heads, total_k), zeros before
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
+    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream; takes the first
+    numbers: ColumnSumsNumbers
+
+
 def workspace_bytes(parts: dict[str, tuple[int, ...]]) -> int:
     """Bytes of a workspace whose parts, of numbers of 4 bytes, have these shapes."""
     return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())

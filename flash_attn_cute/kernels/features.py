@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-PassName = Literal["forward", "backward", "bias_gradient", "selection", "selection_backward"]
+PassName = Literal["forward", "backward", "bias_gradient", "selection", "selection_backward", "column_sums"]
 
 
 def _flag(meaning: str, *, default: bool = False, only: PassName | None = None) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flash_attn_cute.kernels.arguments import (
     BackwardArguments,
     BiasGradientArguments,
+    ColumnSumsArguments,
     ForwardArguments,
     SelectionArguments,
     SelectionBackwardArguments,
@@ -119,6 +120,12 @@ ARCHITECTURES = {
                     "sm90.backward.selection:SelectionBackwardSm90",
                     SelectionBackwardArguments,
                     "sm90.selection_schedule:selection_schedule",
+                ),
+                "column_sums": Pass(
+                    _configure("sm90.column_sums_config:column_sums_config"),
+                    "sm90.column_sums:ColumnSumsSm90",
+                    ColumnSumsArguments,
+                    "sm90.column_sums_schedule:column_sums_schedule",
                 ),
             },
         ),

@@ -9,6 +9,7 @@ import pytest
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, backward_config
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
+from flash_attn_cute.kernels.sm90.column_sums_config import column_sums_config
 from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config as sm100_backward
@@ -332,6 +333,7 @@ HOPPER = {
     "backward of clusters": (backward_config("bfloat16", 256, 256, Features(right=True, deterministic=True)), 3),
     "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
     "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
+    "column sums": (column_sums_config("bfloat16", 128, 128, Features(right=True)), 0),
     "selection, backward, wide": (selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16), 1),
 }
 

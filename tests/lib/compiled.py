@@ -94,7 +94,7 @@ def class_name(function: str) -> str:
     names += "|PieceTiles|BlockTiles|KeyRanges|Selection|SelectionMerge|SelectionBackward"
     names += "|SelectionPreprocess|SelectionQueryGradients|SelectionKeyGradients"
     names += "|BackwardStoredDS|GradientQ|Cells"
-    names += "|PickCounts|PickItems|PickPlaces"
+    names += "|PickCounts|PickItems|PickPlaces|ColumnSums"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]
     return found[1]

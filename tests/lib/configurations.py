@@ -6,6 +6,7 @@ from typing import Any
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config as sm90_backward
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config as sm90_bias_gradient
+from flash_attn_cute.kernels.sm90.column_sums_config import column_sums_config
 from flash_attn_cute.kernels.sm90.forward_config import forward_config as sm90_forward
 from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig, backward_config
@@ -106,6 +107,8 @@ DESCRIBED: dict[str, Any] = {
     "sm90-selection-wide": selection_config("bfloat16", 256, 256, Features(), group=4),
     "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm90-selection-backward-wide": selection_backward_config("float16", 192, 128, Features(packed=True), group=1),
+    "sm90-column-sums": column_sums_config("bfloat16", 128, 128, Features(right=True)),
+    "sm90-column-sums-wide": column_sums_config("float16", 256, 256, Features(packed=True)),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
     "sm100-forward-O-in-Q": chosen(192, 128, right=True),

@@ -6,6 +6,7 @@ the same computation, whose error is the yardstick. Gradients come from autograd
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -218,3 +219,16 @@ def _one_sequence(
     lse = torch.where(seen, peak + safe.log(), torch.full_like(total, -torch.inf))
     out = einsum(weights / safe, v, "heads queries keys, heads keys d_v -> heads queries d_v")
     return out, rearrange(lse, "heads queries 1 -> heads queries")
+
+
+def probabilities(call: Call) -> Tensor:
+    """(..., nheads, queries, keys): what attention returns of values that are rows of the identity."""
+    zeroed = [x.cpu().double().nan_to_num() for x in (call.q, call.k)]
+    size = call.k.shape[-3]
+    v = torch.eye(size, dtype=torch.float64)[:, None].expand(*call.k.shape[:-1], size)
+    offsets: dict[str, Any] = {}
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
+        x = getattr(call, name)
+        offsets[name] = None if x is None else x.cpu()
+    out, _ = attention(replace(call, q=zeroed[0], k=zeroed[1], v=v, **offsets))
+    return out.detach().transpose(-2, -3)

@@ -1,14 +1,17 @@
 """Row entropies and column sums against those of all probabilities, in float64."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.portable.backend import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.score_statistics import column_sums, row_entropy
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 from tests.lib import oracle
 from tests.lib.checks import needs_kernels
 
@@ -56,19 +59,6 @@ def arguments(call: oracle.Call, backend: str) -> dict[str, Any]:
     }
 
 
-def probabilities(call: oracle.Call) -> Tensor:
-    """(..., nheads, queries, keys): what attention returns of values that are rows of the identity."""
-    zeroed = [x.cpu().double().nan_to_num() for x in (call.q, call.k)]
-    size = call.k.shape[-3]
-    v = torch.eye(size, dtype=torch.float64)[:, None].expand(*call.k.shape[:-1], size)
-    offsets: dict[str, Any] = {}
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
-        x = getattr(call, name)
-        offsets[name] = None if x is None else x.cpu()
-    out, _ = oracle.attention(replace(call, q=zeroed[0], k=zeroed[1], v=v, **offsets))
-    return out.detach().transpose(-2, -3)
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
@@ -83,7 +73,7 @@ def probabilities(call: oracle.Call) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics(kind: str, packed: bool, backend: str, dtype: torch.dtype) -> None:
     call = drawn(packed, dtype, "cpu" if backend == "portable" else "cuda", **KINDS[kind])
-    given, true = arguments(call, backend), probabilities(call)
+    given, true = arguments(call, backend), oracle.probabilities(call)
     attend = flash_attn_varlen_func if packed else flash_attn_func
     _, lse = attend(call.q, call.k, call.k, return_lse=True, **given)
     sums = column_sums(call.q, call.k, lse, **given)
@@ -95,6 +85,29 @@ def test_statistics(kind: str, packed: bool, backend: str, dtype: torch.dtype) -
     # Scores reach about 5, and the mean of the keys is rounded.
     close = 1e-9 if dtype == torch.float64 else 40 * torch.finfo(dtype).eps
     torch.testing.assert_close(entropies.cpu().double(), -torch.xlogy(true, true).sum(-1), rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_with_a_kernel_is_asked(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lse of the scores that it is asked about; a compiled program does not ask."""
+    asked: list[bool] = []
+
+    class WithKernel(PortableBackend):
+        def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Any:
+            asked.append(torch.equal(self.forward(spec, inputs).lse, lse))
+            return lse
+
+    monkeypatch.setitem(dispatch.BACKENDS, "portable", WithKernel())
+    call = drawn(packed, torch.float32, "cpu", **KINDS[kind])
+    given = arguments(call, "portable")
+    attend = flash_attn_varlen_func if packed else flash_attn_func
+    _, lse = attend(call.q, call.k, call.k, return_lse=True, **given)
+    assert column_sums(call.q, call.k, lse, **given) is lse
+    assert asked == [True]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        column_sums(call.q, call.k, lse, **given)
+    assert asked == [True]
 
 
 def test_a_sink_and_a_block_mask() -> None:
@@ -117,7 +130,7 @@ def test_padding_of_one_side(side: str) -> None:
     q, k = call.q.nan_to_num(), call.k.nan_to_num()
     used: Any = {f"seqused_{side}": getattr(call, f"seqused_{side}")}
     _, lse = flash_attn_func(q, k, k, return_lse=True, **used)
-    true = probabilities(oracle.Call(q, k, k, **used))
+    true = oracle.probabilities(oracle.Call(q, k, k, **used))
     torch.testing.assert_close(column_sums(q, k, lse, **used), true.sum(-2))
     torch.testing.assert_close(row_entropy(q, k, **used), -torch.xlogy(true, true).sum(-1))
 
@@ -129,10 +142,11 @@ def test_what_is_refused() -> None:
         row_entropy(q, q, softcap=2.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="softmax_scale: expected a number other than 0, got 0"):
         column_sums(q, q, lse, softmax_scale=0.0)
-    with pytest.raises(
-        ValueError, match=r"lse: expected \(..., nheads, queries\) of q, \(1, 5, 2, 8\), got \(1, 5, 2\)"
-    ):
+    expected = r"lse: expected \(..., nheads, queries\) of q, \(1, 5, 2, 8\) on cpu, got "
+    with pytest.raises(ValueError, match=expected + r"\(1, 5, 2\) on cpu"):
         column_sums(q, q, lse.mT)
+    with pytest.raises(ValueError, match=expected + r"\(1, 2, 5\) on meta"):
+        column_sums(q, q, lse.to("meta"))
 
 
 def test_scores_of_any_size() -> None:

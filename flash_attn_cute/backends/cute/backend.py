@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute import counters, selection, selection_plan
+from flash_attn_cute.backends.cute import column_sums, counters, selection, selection_plan
 from flash_attn_cute.backends.cute.block_arguments import columns_of, intervals_of, rows_of
 from flash_attn_cute.backends.cute.explained import planned
 from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences, with_a_key
@@ -147,6 +147,13 @@ class CuteBackend:
             with torch.cuda.device(device):
                 return self._backward(call)
         return self._backward(call)
+
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor | None:
+        """See ``Backend.column_sums``."""
+        if "column_sums" not in self.architecture.passes:
+            return None
+        with torch.cuda.device(inputs.q.device):
+            return column_sums.column_sums(self.launch_of, spec, inputs, lse)
 
     def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
         """See ``Backend.forward_for``."""

@@ -15,6 +15,7 @@ from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
+    ColumnSumsNumbers,
     ForwardNumbers,
     described,
     workspace_bytes,
@@ -108,6 +109,13 @@ class BackwardPlan(NamedTuple):
     numbers: BackwardNumbers
     workspace_size: int  # bytes
     stats_shape: tuple[int, int, int]  # of lse and delta, float32, which begin the workspace
+
+
+class ColumnSumsPlan(NamedTuple):
+    """Plan of a pass of column sums."""
+
+    config: Any
+    numbers: ColumnSumsNumbers
 
 
 class BiasGradientPlan(NamedTuple):
@@ -217,6 +225,20 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     if spec.has_mask:
         size = workspace_bytes(config.parts(math.prod(sharing), shapes.scores.mask_blocks(config.tile_n)))
     return ForwardPlan(config, numbers, size)
+
+
+def plan_column_sums(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ColumnSumsPlan:
+    """The plan of a pass of column sums, on a GPU of so many SMs."""
+    configure = architecture.passes["column_sums"].configure
+    config = configure(DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes))
+    at_once = max(1, _CACHE_BYTES_FORWARD // max(1, 2 * shapes.q[-3] * spec.head_dim))
+    given = numbers_of(spec, shapes)
+    numbers = ColumnSumsNumbers(
+        **{name: given[name] for name in ColumnSumsNumbers._fields if name in given},
+        heads_in_cache=_in_equal_sections(spec.nheads * math.prod(shapes.q[:-3]), at_once),
+        num_sms=num_sms,
+    )
+    return ColumnSumsPlan(config, numbers)
 
 
 def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:

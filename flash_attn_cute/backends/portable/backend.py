@@ -57,6 +57,9 @@ class PortableBackend:
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
         return results
 
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> None:
+        """None: ``score_statistics`` makes them of a forward pass."""
+
     def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
         """Works out nothing ahead."""
         return lambda inputs: self.forward(spec, inputs)
