@@ -16,9 +16,9 @@ from tests.lib.masks import random_mask
 CASES: dict[str, tuple[list[int], list[int], bool, dict[str, Any]]] = {
     "d64-causal": ([200, 1, 0, 130], [300, 5, 7, 0], False, {"head_dim": 64, "causal": True, "nheads_k": 1}),
     "d64-everything": ([200, 1, 30], [300, 129, 0], False, {"head_dim": 64, **EVERYTHING}),
-    "d128": ([300], [260], False, {"head_dim": 128, "packed": False, "softmax_scale": -0.3}),
+    "d128": ([300], [260], False, {"head_dim": 128, "packed": False, "causal": True, "softmax_scale": -0.3}),
     "d128-padding": ([130, 20], [200, 140], False, {"head_dim": 128, "seqused": True, "sink": True}),
-    "d128-bias": ([140], [130], False, {"head_dim": 128, "packed": False, "bias": (1, 1)}),
+    "d128-bias": ([140], [130], False, {"head_dim": 128, "packed": False, "causal": True, "bias": (1, 1)}),
     "d128-mask-softcap": ([140], [130], False, {"head_dim": 128, "mask": (1, 1, 1), "softcap": 3.0}),
     "d256-window": ([140], [300], False, {"head_dim": 256, "window_size": (50, 30)}),
     "pair-d192-dv128": ([300], [260], True, {"head_dim": 192, "head_dim_v": 128, "causal": True}),

@@ -49,7 +49,7 @@ def test_invariant_alone(name: str) -> None:
     documents = drawn(case, lengths)
     sink = torch.randn(case.heads[0]) if case.sink else None
     layout, heard = batch(documents, random.Random(0)), 0 if case.sink else None
-    assert differing(documents, [layout], B200, sink, heard, **case.options) == set()
+    assert differing(documents, [layout], B200, sink, heard, plainly=case.sink, **case.options) == set()
 
 
 @pytest.mark.slow

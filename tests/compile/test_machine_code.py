@@ -66,7 +66,10 @@ CONFIGS = {
     "d64-float32-bias-mask": config(64, mask=True, bias=True, float32_bias=True, **MASKED),
     "d128-strided-bias": config(128, bias=True, strided_bias=True, packed=True),
     **{f"d{d}-row-of-a-bias": config(d, bias=True, uniform_bias=True, float32_bias=True) for d in HEAD_DIMS},
-    **{f"d{d}-row-of-a-bias-causal": config(d, bias=True, uniform_bias=True, right=True) for d in (64, 128)},
+    **{
+        f"d{d}-row-of-a-bias-causal": config(d, bias=True, uniform_bias=True, paired_bias=True, right=True)
+        for d in (64, 128)
+    },
     "d64-row-of-a-bias-window": config(64, bias=True, uniform_bias=True, left=True, right=True),
     "d128-row-of-a-bias-softcap": config(128, bias=True, uniform_bias=True, float32_bias=True, softcap=True),
     "d64-row-of-a-bias-mask": config(64, mask=True, bias=True, uniform_bias=True, **MASKED),
@@ -153,7 +156,7 @@ def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> Backwar
 
 BACKWARD_CONFIGS = {
     **{f"d{d}": backward(d) for d in HEAD_DIMS},
-    **{f"d{d}-packed-causal": backward(d, right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-packed-causal": backward(d, right=True, packed=True, deterministic=True) for d in HEAD_DIMS},
     **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in HEAD_DIMS},
     **{f"d{d}-window": backward(d, left=True, right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-causal": backward(d, right=True, deterministic=True) for d in HEAD_DIMS},
@@ -190,18 +193,20 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-wide": backward(d, wide=True, packed=True, right=True, deterministic=True) for d in (64, 128, 256)},
     **{f"d{d}-wide-grouped": backward(d, wide=True, packed=True, grouped=True) for d in (128, 256)},
     "d192-dv128-wide": backward(192, 128, wide=True, packed=True),
+    # Residuals are for the preprocessing kernel alone, which has no other features than these.
     **{f"d{d}-residual": backward(d, residual=True) for d in HEAD_DIMS},
     **{f"d{d}-residual-causal": backward(d, right=True, packed=True, residual=True) for d in (64, 128)},
-    **{f"d128-residual-{name}": backward(128, residual=True, **{name: True}) for name in ("block_mask", "bias")},
     "d128-residual-grouped": backward(128, right=True, grouped=True, deterministic=True, residual=True),
-    "d128-residual-long": backward(128, keys=8192, residual=True),
     "d128-dbias": backward(128, bias=True, dbias=True),
     **{f"d{d}-tiled-bias": backward(d, bias=True, tiled_bias=True, dbias=True) for d in (64, 96, 128)},
+    "d128-tiled-bias-mask": backward(128, bias=True, tiled_bias=True, dbias=True, mask=True),
+    "d128-tiled-bias-causal": backward(
+        128, bias=True, tiled_bias=True, dbias=True, dlse=True, right=True, deterministic=True
+    ),
     **{
-        f"d128-tiled-bias-{name}": backward(128, bias=True, tiled_bias=True, dbias=True, **{name: True})
-        for name in ("mask", "right", "deterministic")
+        f"d{d}-bias-of-keys": backward(d, bias=True, uniform_bias=True, dbias_of_keys=True, dlse=True)
+        for d in (64, 128)
     },
-    **{f"d{d}-bias-of-keys": backward(d, bias=True, uniform_bias=True, dbias_of_keys=True) for d in (64, 128)},
     "d128-strided-bias": backward(128, bias=True, strided_bias=True),
     **{f"d{d}-row-of-a-bias": backward(d, bias=True, uniform_bias=True, float32_bias=True) for d in (64, 128)},
 }

@@ -13,12 +13,19 @@ from tests.lib.compiled import machine_code
 
 _FEATURES = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
 _EVERYTHING = dict.fromkeys((*_FEATURES, "sink", "max_logits"), True)
-# Those of d = 64 and 192 are compiled for interpreted calls of many tiles, too.
+# Many are compiled for interpreted calls, too (``tests.hopper.test_selection_interpreted``).
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}-block{b}": {"d": d, "block": b, "right": d % 128 == 0} for d in HEAD_DIMS for b in BLOCKS},
-    **{f"group{group}": {"group": group, "right": True, "max_logits": group < 64} for group in (1, 4, 64)},
+    "d128-block128": {"block": 128, "group": 2},
+    "group1": {"group": 1, "right": True, "max_logits": True},
+    "group4": {"group": 4, **dict.fromkeys(("packed", "right", "softcap", "sink", "max_logits"), True)},
+    "group64": {"group": 64, "right": True},
     **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in (16, *BLOCKS)},
-    **{f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group} for d in HEAD_DIMS for group in (1, 16)},
+    **{
+        f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group, "right": d == 128 and group == 16}
+        for d in HEAD_DIMS
+        for group in (1, 16)
+    },
     "d64-dv128": {"d": 64, "d_v": 128},
     **{f"d{d}-dv{d_v}": {"d": d, "d_v": d_v, "block": 128} for d, d_v in ((192, 128), (192, 256), (256, 192))},
     "d256-everything": {"d": 256, "dtype": "float16", **_EVERYTHING},
@@ -46,14 +53,16 @@ def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
 _BACKWARD_EVERYTHING = dict.fromkeys((*_FEATURES, "dlse"), True)
 BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}": {"d": d, "dlse" if d % 128 else "right": True} for d in HEAD_DIMS},
-    **{f"group{group}": {"group": group} for group in (1, 4, 64)},
+    **{f"group{group}": {"group": group} for group in (1, 64)},
+    "group4": {"group": 4, **dict.fromkeys(("packed", "right", "softcap", "dlse"), True)},
     **{f"d{d}-everything": {"d": d, "dtype": "float16", **_BACKWARD_EVERYTHING} for d in HEAD_DIMS},
     **{f"d{d}-block16": {"d": d, "block": 16, "right": d > 64} for d in HEAD_DIMS},
+    "d192-block16": {"d": 192, "block": 16, "group": 4, "right": True, "dlse": True},
     "everything-block16": {"block": 16, "dtype": "float16", **_BACKWARD_EVERYTHING},
     "d64-dv128": {"d": 64, "d_v": 128},
     "d192-dv128": {"d": 192, "d_v": 128},
     "d192-one-head": {"d": 192, "group": 1, **_BACKWARD_EVERYTHING},
-    "d64-dv256": {"d": 64, "d_v": 256},
+    "d64-dv256": {"d": 64, "d_v": 256, "group": 1, "dlse": True},
 }
 
 

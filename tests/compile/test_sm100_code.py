@@ -76,7 +76,7 @@ FEW = {
     "d64-residual": chosen(64, residual=True),
     **{f"d{d}-residual": chosen(d, right=True, residual=True) for d in (128, 192, 256)},
     "pair-d256-residual": forward_pair(256, 256, residual=True),
-    "pair-d192-dv128-max-logits": forward_pair(192, 128, max_logits=True),
+    "pair-d192-dv128-max-logits": forward_pair(192, 128, packed=True, right=True, max_logits=True),
     "pair-d256": forward_pair(256, 256),
     "pair-d256-dv128": forward_pair(256, 128),
     "pair-d192-dv128-everything-b300": forward_pair(192, 128, target=B300, **EVERYTHING),

@@ -21,7 +21,7 @@ from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
 FORWARD: dict[str, dict[str, Any]] = {
-    "d64-causal": {"causal": True},
+    "d128-causal": {"head_dim": 128, "causal": True},
     "d128": {"head_dim": 128, "dtype": torch.float16},
     "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
     "d64-bias": {"bias": (1, 1)},  # by TMA, as the next one
@@ -87,7 +87,7 @@ def with_blocks(call: Call, size: int) -> Call:
     return dataclasses.replace(call, block_mask=mask, shown=spread(visible, size, size, seqlen_q, seqlen_k))
 
 
-@pytest.mark.parametrize("options", tiered(FORWARD, "d64-causal", values=True))
+@pytest.mark.parametrize("options", tiered(FORWARD, "d128-causal", values=True))
 def test_forward(options: dict[str, Any]) -> None:
     forward.check(drawn([130], [200], **options), random.Random(0), capability=H100)
 

@@ -17,6 +17,7 @@ from flash_attn_cute.kernels.sm100.forward_config import forward_config as confi
 
 EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
 MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
+SELECTION_EVERYTHING = {name: True for name in EVERYTHING if name != "sink"} | {"dlse": True}  # backward
 BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
 
 B200, B300 = TARGETS.values()
@@ -80,7 +81,7 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward-group": sm90_forward("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
     "sm90-backward": sm90_backward("bfloat16", 128, 128, Features()),
     "sm90-backward-tiled-bias": sm90_backward("bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)),
-    "sm90-backward-one-k": sm90_backward("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
+    "sm90-backward-one-k": sm90_backward("bfloat16", 128, 128, Features(bias=True, grouped=True)),
     "sm90-backward-transposed": sm90_backward("bfloat16", 128, 128, Features(grouped=True, dlse=True), keys=LONG),
     "sm90-backward-halves-dV": sm90_backward("bfloat16", 64, 64, Features(dlse=True), keys=LONG),
     "sm90-backward-ordered": sm90_backward("bfloat16", 128, 128, Features(right=True, deterministic=True)),
@@ -103,15 +104,17 @@ DESCRIBED: dict[str, Any] = {
     "sm90-bias-gradient-strided": sm90_bias_gradient("float16", 256, 256, Features(bias=True, strided_bias=True)),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
     "sm90-selection-two-warpgroups": selection_config("bfloat16", 64, 64, Features(), group=16, block=128),
-    "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=4, block=16),
-    "sm90-selection-wide": selection_config("bfloat16", 256, 256, Features(), group=4),
+    "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=16, block=16),
+    "sm90-selection-wide": selection_config("bfloat16", 256, 256, Features(right=True), group=16),
     "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),
-    "sm90-selection-backward-wide": selection_backward_config("float16", 192, 128, Features(packed=True), group=1),
+    "sm90-selection-backward-wide": selection_backward_config(
+        "float16", 256, 256, Features(**SELECTION_EVERYTHING), group=16
+    ),
     "sm90-column-sums": column_sums_config("bfloat16", 128, 128, Features(right=True)),
     "sm90-column-sums-wide": column_sums_config("float16", 256, 256, Features(packed=True)),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
-    "sm100-forward-O-in-Q": chosen(192, 128, right=True),
+    "sm100-forward-O-in-Q": chosen(192, 128, packed=True, right=True),
     "sm100-forward-block-mask": chosen(128, block_mask=True),
     "sm100-forward-pair": forward_pair(192, 128, target=B300, **EVERYTHING),
     "sm100-forward-pair-one-part": forward_pair(256, 256),

@@ -73,10 +73,24 @@ def differing(
     capability: tuple[int, int],
     sink: Tensor | None = None,
     heard: int | None = None,
+    *,
+    plainly: bool = False,
     **options: Any,
 ) -> set[str]:
-    """Results of which some document has other bits in a layout than packed alone; ``heard`` as in ``results``."""
+    """Results of which some document has other bits in a layout than packed alone.
+
+    Args:
+        documents: as in ``results``.
+        layouts: of all of them.
+        capability: of the GPU.
+        sink: as in ``results``.
+        heard: as in ``results``.
+        plainly: a document alone has no padding, and so takes kernels that other tests may not compile; else it has
+            the kernels of layouts with padding, where there are such.
+        options: what else the calls take.
+    """
     found = set()
+    padded = any("seqused_q" in layout.arguments for layout in layouts) and not plainly
     options |= {"backend": "interpreted"}
     with interpreted(capability):
         together = [results(layout, documents, sink, heard=heard, **options) for layout in layouts]
@@ -85,7 +99,8 @@ def differing(
             if heard in (None, number):
                 if id(one) not in alone:
                     of_one = None if heard is None else 0
-                    (alone[id(one)],) = results(packing([one]), [one], sink, heard=of_one, **options)
+                    layout = packing([one], random.Random(number) if padded else None)
+                    (alone[id(one)],) = results(layout, [one], sink, heard=of_one, **options)
                 for name, x in alone[id(one)].items():
                     found |= {name for each in together if not bitwise_equal(x, each[number][name])}
     return found
