@@ -103,6 +103,7 @@ def test_wrong_options_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert unknown(plot, arguments, monkeypatch, capsys) == ["--sequence"]
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """It builds without a warning, has every page in its navigation, and every public name in its reference."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

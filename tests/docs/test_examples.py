@@ -42,6 +42,7 @@ def test_sparse_attention() -> None:
     assert run("sparse_attention.py").endswith("PASSED\n")
 
 
+@pytest.mark.slow
 def test_long_context() -> None:
     printed = run("long_context.py", "--tokens", "1500", "--documents", "3", "--heads", "2")
     assert "1500 tokens in 3 documents" in printed

@@ -13,16 +13,17 @@ from tests.lib.over_ranks.cases import WAYS, Case, Leaves, alone, assert_same, c
 
 
 def every_case() -> None:
-    """All cases, layouts and methods, on the ranks that there are."""
+    """All cases, layouts and methods, on the ranks that there are; on four and more a layout a case, by turns."""
     num_ranks = dist.get_world_size()
     draw = random.Random(num_ranks)
     meshes = [init_device_mesh("cpu", (n, num_ranks // n)) for n in range(2, num_ranks) if num_ranks % n == 0]
     checked = 0
-    for case in cases(draw):
+    for number, case in enumerate(cases(draw)):
         torch.manual_seed(num_ranks)
         leaves = Leaves.of(case)
         everything = alone(case, leaves)
-        for layout, sharding, sharding_k in shardings(case, draw, num_ranks):
+        layouts = list(shardings(case, draw, num_ranks))
+        for layout, sharding, sharding_k in layouts if num_ranks < 4 else layouts[number % 3 :][:1]:
             ways: list[dict[str, Any]] = [{"method": "all_gather"}, {"method": "ring"}]
             if layout == "balanced":
                 ways += [{"method": "auto"}, *({"method": "auto", "group": mesh} for mesh in meshes)]
@@ -34,7 +35,7 @@ def every_case() -> None:
                     expected = expected_here(case, everything, sharding, sharding_k, rank_of(way.get("group")))
                     assert_same(got, expected, (case, layout, way))
                     checked += 1
-    assert checked > 100
+    assert checked > (100 if num_ranks < 4 else 30)
 
 
 def layers_of_several_windows() -> None:
