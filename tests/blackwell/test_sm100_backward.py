@@ -31,7 +31,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d192-dv128-everything": ([70, 1], [130, 3], {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1}),
     "d192": ([150], [140], {"packed": False, "head_dim": 192, "nheads": 1}),
     "d256-packed": ([65, 0, 10], [130, 17, 20], {"head_dim": 256, "causal": True, "nheads": 1}),
-    "d256-grouped": ([60], [70], {"packed": False, "head_dim": 256, "nheads": 4, "nheads_k": 1}),
+    "d256-grouped": ([60], [70], {"packed": False, "head_dim": 256, "nheads": 2, "nheads_k": 1}),
     "d256-everything": ([70, 1, 30], [130, 3, 0], {"head_dim": 232, "head_dim_v": 200, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
@@ -64,7 +64,7 @@ D256 = {"head_dim": 256, "head_dim_v": 256}
 # With the kernels of long sequences, whose tiles of 256 keys are the work of pairs of CTAs.
 PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "two-tiles": ([150], [300], {"packed": False, "nheads": 1}),
-    "grouped-causal": ([130], [270], {"packed": False, "nheads": 4, "nheads_k": 1, "causal": True}),
+    "grouped-causal": ([130], [270], {"packed": False, "nheads": 2, "nheads_k": 1, "causal": True}),
     "packed-float16": ([129, 0, 20], [257, 17, 100], {"nheads": 1, "causal": True, "dtype": torch.float16}),
     "everything": ([140, 1], [290, 0], {**EVERYTHING, "head_dim_v": 72, "nheads": 2, "nheads_k": 1}),
     "left": ([150], [290], {"packed": False, "nheads": 1, "window_size": (20, None)}),

@@ -1,7 +1,5 @@
 """Schedules of kernels: they name what they wait for, fit the hardware, and are printed without a compiler."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -61,16 +59,6 @@ def test_each_pass_has_a_page(capsys: pytest.CaptureFixture[str]) -> None:
         for name in architecture.passes:
             assert command.main(["describe", architecture.name, name, "--d", "128", "--causal"]) == 0
             assert f"{architecture.name} {name}, d = 128" in capsys.readouterr().out
-
-
-def test_the_command_needs_no_cutlass() -> None:
-    program = (
-        "import sys; sys.modules['cutlass'] = None\n"
-        "from flash_attn_cute.kernels.__main__ import main\n"
-        "sys.exit(main(['describe', 'sm90', 'forward', '--d', '64']))"
-    )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "sm90 forward, d = 64" in printed
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,17 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("total", "options", "limit"),
     [
-        pytest.param(16_384, {"causal": True}, 0.25e9, marks=pytest.mark.slow),
-        pytest.param(16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9, marks=pytest.mark.slow),
+        (16_384, {"causal": True}, 0.25e9),
+        (16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9),
         # Every key for every query; the scores alone would be 0.27e9.
-        pytest.param(8_192, {"softcap": 20.0}, 0.13e9, marks=pytest.mark.slow),
+        (8_192, {"softcap": 20.0}, 0.13e9),
         (16_384, {"selection": (64, 4)}, 0.15e9),  # a mask of all pairs would be 0.27e9 in bool
         # The scores alone would be 0.27e9.
-        pytest.param(32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9, marks=pytest.mark.slow),
+        (32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9),
     ],
     ids=["fused", "window", "softcap", "selection", "multi-query"],
 )
