@@ -202,6 +202,7 @@ def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
     return order
 
 
+@pytest.mark.slow
 def test_permutations_are_faster_where_masks_are_irregular() -> None:
     """By the model and the simulation: random blocks, an eighth of all, a mask for each head."""
     visible = scattered(128, 128, 0.125, 1)

@@ -211,6 +211,7 @@ def test_tiles_owned_before_running_deadlock() -> None:
         simulate(work.tiles, Machine(4, resident=3, owns_first=True))
 
 
+@pytest.mark.slow
 def test_cost_of_an_order() -> None:
     """The case of the notes on determinism: 16 causal sequences of 2048, 16 heads, 132 CTAs, signals take 2 us."""
     visible = visible_blocks(2048, 2048, 64, 128, right=0)
@@ -229,6 +230,7 @@ def test_cost_of_an_order() -> None:
     assert makespan(last_first, steps_ahead=math.inf) > 1.5 * unordered  # a tile drawn at the start of the one before
 
 
+@pytest.mark.slow
 def test_last_section_the_other_way_round() -> None:
     """64 causal heads of 8192: the long tiles of shortest first are not what the kernel ends with."""
     visible = visible_blocks(8192, 8192, 64, 128, right=0)

@@ -379,6 +379,7 @@ def test_goals(name: str, full: float, causal: float, machine: Machine) -> None:
         assert case.tflops(case.predict(machine), machine) >= goal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [n for n in DESIGNS if n.startswith("backward") and not n.endswith("no order")])
 def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
