@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 BLOCKS = (64, 128)  # keys of a kernel's block
 HEAD_DIMS = (64, 128, 192, 256)  # columns of tiles; TMA fills those that a call lacks with zeros
 TILE_ROWS = 64  # of a tile: heads of some queries
+SCALED_COLUMNS = 64  # of a row of a pick's dQ in 16 bits, which have a scale
 KEY_WORDS = 2  # Int32 with a bit for each of 64 keys
 ITEM_FIELDS = 4  # Int32 that describe an item: ``sm90.selection_transfers.Item``
 PICKS_AT_ONCE = 256  # that a warp reads together where tables are made; chunks are multiples of it
@@ -66,15 +67,17 @@ def workspace_parts(config: Any, units: Any, picks: Any) -> dict[str, tuple[Any,
 
 
 def backward_workspace_parts(config: Any, units: Any, rows: Any, picks: Any, items: Any) -> dict[str, tuple[Any, ...]]:
-    """Parts of the workspace of a backward pass, float32, for units of so many rows, picks and items.
+    """Parts of the workspace of a backward pass, of numbers of 4 bytes, for units of so many rows, picks and items.
 
-    lse in base 2 and delta of each row; dQ of each pick; and the sums of dK and of dV of each item.
+    Float32: lse in base 2 and delta of each row; dQ of each pick; and the sums of dK and of dV of each item. Where dQ
+    has scales (``has_scaled_dQ``), it is of float16, two numbers in 4 bytes. Scales are (columns / 64, head) of a pick.
     """
-    parts = items * config.sums_an_item
+    parts, columns = items * config.sums_an_item, config.group * config.tile_d
     return {
         "mLSE": (units, rows, config.group),
         "mDelta": (units, rows, config.group),
-        "mdQ": (units, picks, config.group * config.tile_d),
+        "mdQ": (units, picks, columns // 2 if config.has_scaled_dQ else columns),
+        **({"mScale": (units, picks, columns // SCALED_COLUMNS)} if config.has_scaled_dQ else {}),
         "mdK": (units, parts, config.tile_n * config.tile_d),
         "mdV": (units, parts, config.tile_n * config.tile_dv),
     }

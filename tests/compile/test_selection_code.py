@@ -55,10 +55,16 @@ BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}": {"d": d, "dlse" if d % 128 else "right": True} for d in HEAD_DIMS},
     **{f"group{group}": {"group": group} for group in (1, 64)},
     "group4": {"group": 4, **dict.fromkeys(("packed", "right", "softcap", "dlse"), True)},
-    **{f"d{d}-everything": {"d": d, "dtype": "float16", **_BACKWARD_EVERYTHING} for d in HEAD_DIMS},
+    **{
+        f"d{d}-everything": {"d": d, "dtype": "float16" if d % 128 else "bfloat16", **_BACKWARD_EVERYTHING}
+        for d in HEAD_DIMS
+    },
     **{f"d{d}-block16": {"d": d, "block": 16, "right": d > 64} for d in HEAD_DIMS},
     "d192-block16": {"d": 192, "block": 16, "group": 4, "right": True, "dlse": True},
-    "everything-block16": {"block": 16, "dtype": "float16", **_BACKWARD_EVERYTHING},
+    **{
+        f"everything-block16-{dtype}": {"block": 16, "dtype": dtype, **_BACKWARD_EVERYTHING}
+        for dtype in ("float16", "bfloat16")
+    },
     "d64-dv128": {"d": 64, "d_v": 128},
     "d192-dv128": {"d": 192, "d_v": 128},
     "d192-one-head": {"d": 192, "group": 1, **_BACKWARD_EVERYTHING},
@@ -72,7 +78,8 @@ def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
     dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
     chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
-    code = machine_code(chosen, tmp_path, spilled=8 * chosen.key_bits)
+    is_full = chosen.key_bits or (chosen.features.softcap and chosen.has_scaled_dQ)  # spills a word a tile
+    code = machine_code(chosen, tmp_path, spilled=8 * is_full)
     (sass,) = code["SelectionBackward"]
     # S, dP, then dV and dK, or one of them by two tiles, and dQ, of 64 rows and keys each.
     products = chosen.tile_d // 16, chosen.tile_dv // 16, 4, 4, chosen.tile_d // 16
@@ -80,6 +87,7 @@ def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
     pieces = chosen.tile_d // 64
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 + pieces + 2 + pieces  # fences, and waits
     assert "UTMALDG" in sass
+    assert ("UTMASTG" in sass) == chosen.has_scaled_dQ
     around = ("SelectionPreprocess", "SelectionQueryGradients", "SelectionKeyGradients")
     for kernels in (code[name] for name in around):
         assert re.search(r"\bLDG\.E\.128", kernels[0])

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gradient_errors
 from flash_attn_cute.backends.cute import selection_plan
 from tests.lib.checks import bitwise_equal, random_call
-from tests.lib.interpreted.selection import check, check_gradients, results_of
+from tests.lib.interpreted.selection import check, check_gradients, gradients_of, results_of
 from tests.lib.masks import random_selection, with_selection
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
@@ -114,7 +115,7 @@ def test_gradients(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["many-tiles", "many-wide-tiles"])
-@pytest.mark.parametrize("late", ["loads", "products", "warpgroups"])
+@pytest.mark.parametrize("late", ["loads", "products", "stores", "warpgroups"])
 def test_late_engines_of_gradients(late: str, case: str) -> None:
     call, rng = drawn(CASES[case], 0)
     check_gradients(call, rng, lagging=frozenset({late}), through_lse=True)
@@ -186,6 +187,24 @@ def test_infinite_values_of_a_pick_stay_infinite() -> None:
     assert out[..., 3].isposinf().all()
     assert out[..., :3].isfinite().all()
     assert out[..., 4:].isfinite().all()
+
+
+def test_gradients_of_any_size() -> None:
+    """Powers of two of dout are those of dq, though dq of a pick is in float16; its error is that of a float32 one."""
+    torch.manual_seed(0)
+    data = gradient_errors.draw("normal", 33, 256)
+    given: dict[str, Any] = {"nheads": 1, "nheads_k": 1, "head_dim": 128, "packed": False, "dtype": torch.bfloat16}
+    call = with_selection(random_call([33], [256], causal=True, **given), torch.arange(4).expand(1, 1, 33, 4), 64)
+    with torch.no_grad():
+        for x, drawn_x in ((call.q, data.q), (call.k, data.k), (call.v, data.v)):
+            x.copy_(drawn_x[None, :, None])
+    dout = data.dout[None, :, None].bfloat16()
+    dq, small, large = (gradients_of(call, dout * 2.0**n, random.Random(0)).dq for n in (0, -80, 80))
+    assert bitwise_equal(dq, small * 2.0**80)
+    assert bitwise_equal(dq, large * 2.0**-80)
+    true, simulated = gradient_errors.truth(data)["dq"], gradient_errors.simulated(data)["rounded"]["dq"]
+    error, expected = ((x.double() - true).norm() for x in (dq[0, :, 0], simulated.bfloat16()))
+    assert error < 1.02 * expected
 
 
 @pytest.mark.slow

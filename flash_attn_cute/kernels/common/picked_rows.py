@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.selection import SCALED_COLUMNS
 
 VECTOR = 8  # columns of a thread
 _LANES = 32
@@ -87,8 +88,9 @@ class PickedRows:
         place: cutlass.Constexpr,
         first: Int32,
         picks: Int32,
-        weights: cutlass.Constexpr,
         row_sum: Float32,
+        weights: cutlass.Constexpr = None,
+        scales: cute.Tensor | None = None,
     ) -> Float32:
         """Adds the vectors of some picks, times their weights, in ascending order; all lanes of a warp call it.
 
@@ -99,43 +101,52 @@ class PickedRows:
             place: of the lane.
             first: rank of the first bit of ``picks``.
             picks: bits of ranks.
-            weights: of the ranks, one a lane, for each of the warp's heads; None if all are 1.
             row_sum: to which the weights of the lane's head are added.
+            weights: of the ranks, one a lane, for each of the warp's heads.
+            scales: or (rank, numbers) of the query, by 64 columns and heads. Without either, all weights are 1.
 
         Returns:
             the sum of weights.
         """
         ranks = cute.make_rmem_tensor(_TOGETHER, Int32)  # of the vectors, -1 of none
         vectors = [cute.make_rmem_tensor(VECTOR * dtype.width // 32, Float32) for _ in range(_TOGETHER)]
+        factors = cute.make_rmem_tensor(_TOGETHER, Float32)
         left, source = picks, cute.domain_offset((first, 0), mX)
+        of_source = cute.domain_offset((first, 0), scales) if const_expr(scales is not None) else None
         for i in cutlass.range_constexpr(_TOGETHER):
-            left = self._load(vectors[i], ranks, i, source, place, left)
+            left = self._load(vectors[i], factors, ranks, i, source, of_source, place, left)
         for _ in cutlass.range(cute.ceil_div(cute.arch.popc(picks), _TOGETHER), unroll=1):
             for i in cutlass.range_constexpr(_TOGETHER):
                 rank, numbers = ranks[i], cute.recast_tensor(vectors[i], dtype)
-                weight = self._weight(weights, rank, place) if const_expr(weights is not None) else Float32(1.0)
+                weight = self._weight(weights, rank, place) if const_expr(weights is not None) else factors[i]
                 weight = weight if rank >= 0 else Float32(0.0)
                 row_sum += weight
                 for j in cutlass.range_constexpr(VECTOR):
                     total[j] += weight * numbers[j].to(Float32)
-                left = self._load(vectors[i], ranks, i, source, place, left)
+                left = self._load(vectors[i], factors, ranks, i, source, of_source, place, left)
         return row_sum
 
     @cute.jit
     def _load(
         self,
         vector: cute.Tensor,
+        factors: cute.Tensor,
         ranks: cute.Tensor,
         i: cutlass.Constexpr,
         source: cute.Tensor,
+        scales: cute.Tensor | None,
         place: cutlass.Constexpr,
         picks: Int32,
     ) -> Int32:
         """Loads the lane's vector of the first of some picks, or zeros if there are none, and returns the others."""
         ranks[i] = cute.arch.popc(~picks & (picks - 1)) if picks != 0 else Int32(-1)
+        factors[i] = 1.0
         if picks != 0:
-            number = place.in_group * self.vectors + cutlass.min(place.lane, self.vectors - 1)
+            lane = cutlass.min(place.lane, self.vectors - 1)
+            number = place.in_group * self.vectors + lane
             cute.autovec_copy(cute.local_tile(source[ranks[i], None], (cute.size(vector),), (number,)), vector)
+            if const_expr(scales is not None):
+                factors[i] = scales[ranks[i], lane // (SCALED_COLUMNS // VECTOR) * self.config.group + place.in_group]
         else:
             vector.fill(0.0)  # not the last pick's, which may be infinite
         return picks & (picks - 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
@@ -30,28 +30,40 @@ class SelectionQueryGradients:
         self.rows = PickedRows(config, config.tile_d)
 
     @cute.jit
-    def __call__(self, a: SelectionBackwardArguments, tables: SelectionTables, mdQ: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
-        self.kernel(a, tables.mColumns, mdQ).launch(**self.rows.shape_of_launch(a), stream=stream)
+    def __call__(  # type: ignore[no-untyped-def]
+        self, a: SelectionBackwardArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream
+    ) -> None:
+        """Launches the kernel behind the one that has filled ``parts`` (``backward_workspace_parts``)."""
+        kernel = self.kernel(a, tables.mColumns, parts["mdQ"], parts.get("mScale"))
+        kernel.launch(**self.rows.shape_of_launch(a), stream=stream)
 
     @cute.kernel
-    def kernel(self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor) -> None:
+    def kernel(
+        self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor, mScale: cute.Tensor | None
+    ) -> None:
         """Sums up some queries."""
         place = self.rows.place(a)
         if place.unit_idx < a.numbers.num_units:
-            self._sum(a, mColumns, mdQ, place)
+            self._sum(a, mColumns, mdQ, mScale, place)
 
     @cute.jit
     def _sum(
-        self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor, place: cutlass.Constexpr
+        self,
+        a: SelectionBackwardArguments,
+        mColumns: cute.Tensor,
+        mdQ: cute.Tensor,
+        mScale: cute.Tensor | None,
+        place: cutlass.Constexpr,
     ) -> None:
         """Sums up a query, in a lane a vector of it."""
         c, n, packed = self.config, a.numbers, self.config.features.packed
         dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)
+        scales = self.rows.of_row(a, mScale, place) if const_expr(mScale is not None) else None
+        dtype = Float16 if const_expr(c.has_scaled_dQ) else Float32
         total.fill(0.0)
         for first in cutlass.range(0, n.top, _LANES, unroll=1):
             picks = self.rows.picks(a, mColumns, place, first)
-            self.rows.add(total, dQ_of, Float32, place, first, picks, None, Float32(0.0))
+            self.rows.add(total, dQ_of, dtype, place, first, picks, Float32(0.0), scales=scales)
         head, entry = place.unit.number * c.group + place.in_group, Int32(0) if const_expr(packed) else place.unit.batch
         gdQ = rows_first(a.mdQ, packed)[n.first_row + place.row, None, head, entry]
         if place.has_head and place.lane * VECTOR < gdQ.shape[0]:

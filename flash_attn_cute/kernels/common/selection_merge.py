@@ -64,7 +64,7 @@ class SelectionMerge:
             row_sum *= scale
             for i in cutlass.range_constexpr(VECTOR):
                 total[i] *= scale
-            row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, weights, row_sum)
+            row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, row_sum, weights)
         head, entry = place.unit.number * c.group + place.in_group, Int32(0) if const_expr(packed) else place.unit.batch
         sink = a.mSink[head] if const_expr(a.mSink is not None) else None
         factor, lse = finalize(row_sum, own_max, sink, False)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
@@ -36,12 +36,11 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_a
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, mask_hidden, visible_keys
+from flash_attn_cute.kernels.sm90.selection_transfers import BlockShared, Item, mask_hidden, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 _BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
-_LANES = 32
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,11 @@ class SelectionSm90(ItemKernel):
         self.Storage = self.memory.struct()
         picks = n.num_rows * n.top
         parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
-        mOut = self._heads_first(parts["mOut"])
         tma = ForwardTiles(
             Q=self.loads_of_heads(a.mQ),
             K=self.block_tiles("sK", a.mK),
             V=self.block_tiles("sV", a.mV),
-            O=self.head_tiles(cpasync.CopyBulkTensorTileS2GOp(), mOut),
+            O=self.stores_of_picks(parts["mOut"], c.tile_dv),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         tables = self.tables(a, stream)
@@ -86,13 +84,6 @@ class SelectionSm90(ItemKernel):
             S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared),
             O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
         )
-
-    def _heads_first(self, mOut: cute.Tensor) -> cute.Tensor:
-        """Partial out (units, picks, numbers of 4 bytes) as (heads of a group, d_v, pick, unit)."""
-        c, (units, picks, _), (unit, pick, _) = self.config, mOut.shape, mOut.stride
-        layout = cute.make_layout((c.group, c.tile_dv, picks, units), stride=(c.tile_dv, 1, pick * 2, unit * 2))
-        pointer = cute.make_ptr(self.dtype, mOut.iterator.toint(), cute.AddressSpace.gmem, assumed_align=128)
-        return cute.make_tensor(pointer, layout)
 
     @cute.kernel
     def kernel(
@@ -217,7 +208,7 @@ class SelectionSm90(ItemKernel):
         entries = shared.entries[None, stage, work.warpgroup]
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [entries[row // c.group] for row in rows]
-        stored = [entries[(i + thread) % c.picks_a_tile] for i in range(0, c.picks_a_tile, _LANES)]
+        stored = self.entries_of_lanes(entries, thread)  # for the first warp, which stores
         visible = visible_keys(
             c, work.arguments, work.item, picks, shared.bits_of(rows, c.group, stage, work.warpgroup)
         )
@@ -247,11 +238,8 @@ class SelectionSm90(ItemKernel):
 
     @cute.jit
     def _store(self, work: "_Work", entries: cutlass.Constexpr, num_picks: Int32) -> None:
-        """Stores the partial out of a tile's picks, through shared memory and TMA.
-
-        ``entries`` are those of the picks of each lane's number, and of that number plus 32, if there are so many.
-        """
-        c, tO, sO = self.config, work.tO, work.shared.sO[None, None, work.warpgroup]
+        """Stores the partial out of a tile's picks, ``entries_of_lanes``, through shared memory and TMA."""
+        tO, sO = work.tO, work.shared.sO[None, None, work.warpgroup]
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
@@ -263,12 +251,7 @@ class SelectionSm90(ItemKernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
         if stores:
-            for i in cutlass.range_constexpr(len(entries)):
-                for p in cutlass.range(cutlass.min(num_picks - i * _LANES, _LANES), unroll=1):
-                    pick = cute.arch.shuffle_sync(entries[i], p)
-                    for column in cutlass.range_constexpr(c.tile_dv // COLUMNS):
-                        gX = tO.at(Int32(0), c.group, pick, work.unit_idx, column)
-                        tO.store(cute.local_tile(sO, (c.group, COLUMNS), (i * _LANES + p, column)), gX)
+            self.store_picks(tO, sO, 0, work.unit_idx, entries, num_picks)
             cute.arch.cp_async_bulk_commit_group()
 
 

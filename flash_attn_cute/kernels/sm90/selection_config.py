@@ -92,9 +92,23 @@ class SelectionBackwardConfig(SelectedConfig):
     num_mma_warpgroups: ClassVar[int] = 2  # type: ignore[assignment]
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """See ``SelectedConfig``."""
+        return (24, 240) if self.has_scaled_dQ else super().registers
+
+    @property
     def in_step(self) -> bool:
         """See ``SelectedConfig``: one sums up dV of both tiles, the other dK; else each has both sums of its own."""
         return self.is_wide
+
+    @property
+    def has_scaled_dQ(self) -> bool:
+        """Whether dQ of picks is in float16, times a power of two.
+
+        That rounds by an eighth of what bfloat16 does, so that dS, which is of the operands' dtype, has most of dQ's
+        error. Of float16 operands dS has no more error than such a dQ: theirs is in float32.
+        """
+        return self.dtype == "bfloat16"
 
     @property
     def sums_an_item(self) -> int:

@@ -16,6 +16,8 @@ from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads, tiles_of
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
+_LANES = 32
+
 
 class ItemKernel(MainKernel):
     """A kernel of one configuration, a CTA an item. Subclasses have products, the device side and ``tile``."""
@@ -40,6 +42,55 @@ class ItemKernel(MainKernel):
         mX = rows_first(mX, self.config.features.packed)
         heads_first = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 1, 0, 3]))
         return self.head_tiles(cpasync.CopyBulkTensorTileG2SOp(), heads_first)
+
+    def stores_of_picks(self, mX: cute.Tensor, columns: int) -> RowTiles:
+        """TMA tiles of what each pick leaves, (units, picks, numbers of 4 bytes): so many columns for each head."""
+        (units, picks, _), (unit, pick, _) = mX.shape, mX.stride
+        layout = cute.make_layout((self.config.group, columns, picks, units), stride=(columns, 1, pick * 2, unit * 2))
+        pointer = cute.make_ptr(self.dtype, mX.iterator.toint(), cute.AddressSpace.gmem, assumed_align=128)
+        return self.head_tiles(cpasync.CopyBulkTensorTileS2GOp(), cute.make_tensor(pointer, layout))
+
+    def entries_of_lanes(self, entries: cute.Tensor, lane: Int32) -> list[Int32]:
+        """Entries of a tile's picks by lanes: of a lane's number, and of that plus 32, if there are so many."""
+        picks = self.config.picks_a_tile
+        return [entries[(i + lane) % picks] for i in range(0, picks, _LANES)]
+
+    @cute.jit
+    def entry_of(self, entries: cutlass.Constexpr, number: Int32) -> Int32:
+        """The entry of a number, which lanes of a warp may choose by themselves, by ``entries_of_lanes``."""
+        found = cute.arch.shuffle_sync(entries[0], number % _LANES)
+        for i in cutlass.range_constexpr(1, len(entries)):
+            other = cute.arch.shuffle_sync(entries[i], number % _LANES)
+            found = other if number >= i * _LANES else found
+        return found
+
+    @cute.jit
+    def store_picks(
+        self,
+        tX: RowTiles,
+        sX: cute.Tensor,
+        column: Int32 | int,
+        unit_idx: Int32,
+        entries: cutlass.Constexpr,
+        num_picks: Int32,
+    ) -> None:
+        """A warp stores a tile's rows in shared memory to where its picks' are, from a multiple of 64 columns on.
+
+        Args:
+            tX: of ``stores_of_picks``.
+            sX: (row, column), a multiple of 64 columns.
+            column: the first of them, in units of 64.
+            unit_idx: of the launch.
+            entries: ``entries_of_lanes``.
+            num_picks: of the tile, perhaps fewer than it has rows for.
+        """
+        group = self.config.group
+        for i in cutlass.range_constexpr(len(entries)):
+            for p in cutlass.range(cutlass.min(num_picks - i * _LANES, _LANES), unroll=1):
+                pick = cute.arch.shuffle_sync(entries[i], p)
+                for j in cutlass.range_constexpr(cute.size(sX, mode=[1]) // COLUMNS):
+                    gX = tX.at(Int32(0), group, pick, unit_idx, column + j)
+                    tX.store(cute.local_tile(sX, (group, COLUMNS), (i * _LANES + p, j)), gX)
 
     @cute.jit
     def set_up(self, kind: cutlass.Constexpr, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:

@@ -54,8 +54,8 @@ def selection_schedule(config: SelectedConfig) -> Schedule:
             ),
         ),
         shared=_buffers(c, is_backward),
-        steps=_steps(warpgroups, rows, is_backward, c.in_step),
-        orders=_orders(c.in_step) if is_backward else (),
+        steps=_steps(c, rows),
+        orders=_orders(c) if isinstance(c, SelectionBackwardConfig) else (),
         timeline=(_IN_STEP if c.in_step else _BACKWARD) if is_backward else _FORWARD,
     )
 
@@ -80,19 +80,26 @@ def _buffers(c: SelectedConfig, is_backward: bool) -> tuple[Buffer, ...]:
     )
 
 
-def _orders(in_step: bool) -> tuple[Order, ...]:
+def _orders(c: SelectionBackwardConfig) -> tuple[Order, ...]:
     """Orders of the backward kernel's data."""
-    barrier = "both warpgroups' barrier" if in_step else "the warpgroup's barrier"
+    barrier = "both warpgroups' barrier" if c.in_step else "the warpgroup's barrier"
+    written = Order("P, dS: threads, tensor cores", f"a proxy fence and {barrier}")
+    if not c.has_scaled_dQ:
+        return written, Order("P, dS: tensor cores, threads", f"{barrier} ahead of the next tile's P")
     return (
-        Order("P, dS: threads, tensor cores", f"a proxy fence and {barrier}"),
-        Order("P, dS: tensor cores, threads", f"{barrier} ahead of the next tile's P"),
+        written,
+        Order("P, dS: tensor cores, dQ in their places", f"{barrier} behind dQ's first 64 columns"),
+        Order("dQ: threads, TMA", "a proxy fence and the warpgroup's barrier"),
+        Order("dQ: TMA, the next columns or P", f"the storing warp's wait, then the warpgroup's barrier, or {barrier}"),
     )
 
 
-def _steps(warpgroups: int, rows: str, is_backward: bool, in_step: bool) -> tuple[Step, ...]:
+def _steps(c: SelectedConfig, rows: str) -> tuple[Step, ...]:
     """Steps of all roles."""
+    warpgroups, is_scaled = c.num_mma_warpgroups, isinstance(c, SelectionBackwardConfig) and c.has_scaled_dQ
     full, empty = (", ".join(f"q{w}.{side}" for w in range(warpgroups)) for side in ("full", "empty"))
-    sums = "dV += P' dO or dK += dS' Q of both warpgroups' tiles" if in_step else "dV += P' dO, dK += dS' Q"
+    sums = "dV += P' dO or dK += dS' Q of both warpgroups' tiles" if c.in_step else "dV += P' dO, dK += dS' Q"
+    scaled = "writes it, scaled, to the place of P or dS; one warp stores each pick's rows"
     forward = (
         Step("mma", f"k.full, {full}", "issues S = Q K'"),
         Step("mma", "S complete", "releases Q", empty),
@@ -104,10 +111,11 @@ def _steps(warpgroups: int, rows: str, is_backward: bool, in_step: bool) -> tupl
         Step("mma", "S complete", "P = exp2(S - lse), to sP"),
         Step("mma", "dP complete", "dS = P * (dP - delta), to sdS"),
         Step("mma", "", f"issues {sums}, and dQ = dS K by columns"),
-        Step("mma", "dV, dK, dQ complete", "releases Q and dO; stores dQ from registers", empty),
+        Step("mma", "dV, dK, and dQ of 64 columns complete", "releases Q and dO", empty),
+        Step("mma", "dQ of 64 columns complete", scaled if is_scaled else "stores it from registers"),
     )
     return (
         Step("producer", "", "warp 0, once: loads K and V", "k.full, v.full"),
         Step("producer", empty, f"writes the entries of a tile, and loads {rows} of each", full),
-        *(backward if is_backward else forward),
+        *(backward if isinstance(c, SelectionBackwardConfig) else forward),
     )

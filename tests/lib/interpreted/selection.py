@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import BackwardCall
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec, Results
@@ -62,6 +62,15 @@ def check(
     if results.max_logits is not None:
         assert_max_logits_close(results.max_logits, call)
     return results
+
+
+def gradients_of(call: Call, dout: Tensor, draw: random.Random) -> Gradients:
+    """Gradients of a call, of an out and lse that are the oracle's."""
+    inputs, spec = as_given(call)
+    out, lse = oracle.attention(call.to(torch.float64))
+    with torch.no_grad():
+        asked = BackwardCall(spec, inputs, out.to(call.q.dtype), lse.float(), dout, None)
+        return Interpreted(draw=draw)._backward(asked)
 
 
 def check_gradients(

@@ -10,21 +10,25 @@ memory, from where they are read transposed for dV and dK, whose sums stay in re
 Above 128 columns a warpgroup has registers for one of the sums. Then the warpgroups take their tiles in step: each
 computes P and dS of its own, the first adds to dV by both tiles, and the second to dK.
 
-dQ of a pick, and the sums of an item's warpgroups, go to the workspace as float32. Kernels behind this one add
-them in a fixed order (``common.selection_gradients``): the same bits every time. One ahead computes lse in base 2 and
-delta (``common.selection_preprocess``).
+dQ of a pick, and the sums of an item's warpgroups, go to the workspace. Kernels behind this one add them in a fixed
+order (``common.selection_gradients``): the same bits every time. One ahead computes lse in base 2 and delta
+(``common.selection_preprocess``).
+
+Sums are float32, and so is dQ of float16 operands. With bfloat16 ones dQ is scaled and rounded to float16: 64 columns
+of a row by a power of two that makes their largest magnitude 2^14 to 2^15. It goes through the places of P and dS in
+shared memory.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
-from flash_attn_cute.kernels.common.assembly import fma, pack, set_registers
+from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, pack, set_registers
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
@@ -41,6 +45,8 @@ from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShare
 from flash_attn_cute.kernels.sm90.shared import one_of, transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
+_BARRIER_IN_STEP = 3  # of both warpgroups
+_LARGEST = 14  # exponent of the largest magnitude of scaled numbers; float16 has 15, and numbers round up
 
 
 class _Tma(NamedTuple):
@@ -50,6 +56,7 @@ class _Tma(NamedTuple):
     K: RowTiles
     V: RowTiles
     dO: RowTiles
+    dQ: RowTiles | None  # scaled
 
 
 class _Mmas(NamedTuple):
@@ -100,14 +107,15 @@ class SelectionBackwardSm90(ItemKernel):
             K=self.block_tiles("sK", a.mK),
             V=self.block_tiles("sV", a.mV),
             dO=self.loads_of_heads(a.mdO),
+            dQ=self.stores_of_picks(parts["mdQ"], c.tile_d) if const_expr(c.has_scaled_dQ) else None,
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         tables = self.tables(a, stream)
         self.preprocess(a, parts, stream)
-        results = [parts[name] for name in ("mLSE", "mDelta", "mdQ", "mdK", "mdV")]
+        results = [parts.get(name) for name in ("mLSE", "mDelta", "mdQ", "mScale", "mdK", "mdV")]
         kernel = self.kernel(self.mmas(), tma, a, tables, *results, scales)
         self.launch(kernel, n.num_items * n.num_units, stream)
-        self.query_gradients(a, tables, parts["mdQ"], stream)
+        self.query_gradients(a, tables, parts, stream)
         self.key_gradients(a, tables, parts, stream)
 
     def mmas(self) -> _Mmas:
@@ -131,6 +139,7 @@ class SelectionBackwardSm90(ItemKernel):
         mLSE: cute.Tensor,
         mDelta: cute.Tensor,
         mdQ: cute.Tensor,
+        mScale: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scales: ScoreScales,
@@ -154,8 +163,8 @@ class SelectionBackwardSm90(ItemKernel):
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
-                stats = (mLSE, mDelta)
-                self.mma(a, unit_idx, number, item, mmas, shared, stats, (mdQ, mdK, mdV), scales)
+                stats, results = (mLSE, mDelta), (mdQ, mScale, tma.dQ, mdK, mdV)
+                self.mma(a, unit_idx, number, item, mmas, shared, stats, results, scales)
 
     @cute.jit
     def mma(
@@ -172,13 +181,13 @@ class SelectionBackwardSm90(ItemKernel):
     ) -> None:
         """An mma warpgroup: every other tile of the item, then its sums of dV and dK."""
         c = self.config
-        work = self._work(a, unit_idx, item, mmas, shared, stats, results[0], scales)
+        work = self._work(a, unit_idx, item, mmas, shared, stats, results[:3], scales)
         shared.k_ring.wait_full(Int32(0))  # from warp 0
         shared.v_ring.wait_full(Int32(0))
         for each in work.sums:
             each.acc.fill(0.0)
         self.mainloop(work)
-        _, mdK, mdV = results
+        mdK, mdV = results[3:]
         if const_expr(c.in_step):
             if work.warpgroup == 0:
                 self._store_sum(work, work.sums[0].acc, mdV, number)
@@ -188,6 +197,7 @@ class SelectionBackwardSm90(ItemKernel):
             part = number * c.num_mma_warpgroups + work.warpgroup
             for each, mX in zip(reversed(work.sums), (mdK, mdV), strict=True):
                 self._store_sum(work, each.acc, mX, part)
+        self._wait_stored()  # shared memory lives until it has been read
 
     def _store_sum(self, work: "_Work", acc: cute.Tensor, mX: cute.Tensor, part: Int32) -> None:
         """Stores a warpgroup's sum to its part of the workspace."""
@@ -205,7 +215,7 @@ class SelectionBackwardSm90(ItemKernel):
         mmas: _Mmas,
         shared: _Shared,
         stats: tuple[cute.Tensor, cute.Tensor],
-        mdQ: cute.Tensor,
+        places_dQ: cutlass.Constexpr,
         scales: ScoreScales,
     ) -> "_Work":
         """Operands and accumulators of this mma warpgroup."""
@@ -250,7 +260,9 @@ class SelectionBackwardSm90(ItemKernel):
             shared=shared,
             mLSE=stats[0],
             mDelta=stats[1],
-            mdQ=mdQ,
+            mdQ=places_dQ[0],
+            mScale=places_dQ[1],
+            tdQ=places_dQ[2],
         )
 
     def _sums(self, mmas: _Mmas, shared: _Shared, w: Int32, thread: Int32) -> list[_Sum]:
@@ -277,10 +289,7 @@ class SelectionBackwardSm90(ItemKernel):
     def tile(self, work: "_Work", num_picks: Int32, step: Int32) -> None:
         """A tile of so many picks. Fewer than a whole one's have copies of the last behind them, whose P is 0."""
         c, shared, n = self.config, work.shared, work.arguments.numbers
-        ring, mdQ = shared.q_ring(work.warpgroup), work.mdQ
-        together = {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
-        if const_expr(c.in_step):
-            together = {"barrier_id": _BARRIER_WARPGROUP, "number_of_threads": 128 * c.num_mma_warpgroups}
+        ring = shared.q_ring(work.warpgroup)
         ring.wait_full(step)  # from the warpgroup's producer warp: Q, dO and entries
         stage = ring.stage(step)
         gemm(work.mmas.S, work.acc_S, work.tSrQ[None, None, None, stage], work.tSrK, is_first=True)
@@ -298,7 +307,8 @@ class SelectionBackwardSm90(ItemKernel):
                 visible[i, r] = visible[i, r] if rows[r] // c.group < num_picks else Int32(0)
         warpgroup.wait_group(1)
         self._compute_P(work, visible, lse)
-        cute.arch.barrier(**together)  # all warps' products of the last tile have read P and dS
+        self._wait_stored()
+        cute.arch.barrier(**self._all(work))  # dQ of the last tile has left the places of P and dS
         write(work.rP, work.mmas.S, work.sP, work.thread)
         warpgroup.wait_group(0)
         packed = cute.recast_tensor(work.rdS, Int32)
@@ -307,12 +317,13 @@ class SelectionBackwardSm90(ItemKernel):
             packed[i] = pack(low, high, self.dtype)
         write(work.rdS, work.mmas.S, work.sdS, work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(**together)
+        cute.arch.barrier(**self._all(work))
         if const_expr(c.in_step):
             shared.q_ring(1 - work.warpgroup).wait_full(step)  # from the other warpgroup's producer warp
         for each in work.sums:
             for scores, of_rows in zip(each.scores, each.rows, strict=True):
                 gemm(each.mma, each.acc, scores, of_rows[None, None, None, stage], False)
+        entries = self.entries_of_lanes(shared.entries[None, stage, work.warpgroup], work.thread % 32)
         for i in cutlass.range_constexpr(c.tile_d // COLUMNS):
             gemm(work.mmas.dQ, work.acc_dQ, as_operand_a(work.rdS), work.tQrK[i], is_first=True)
             warpgroup.wait_group(0)
@@ -320,11 +331,89 @@ class SelectionBackwardSm90(ItemKernel):
                 ring.release(step)  # to the producer warp
                 if const_expr(c.in_step):
                     shared.q_ring(1 - work.warpgroup).release(step)  # to the other one
-            for r in cutlass.range_constexpr(2):
-                if rows[r] // c.group < num_picks:
-                    heads = mdQ[work.unit_idx, Int64(picks[r]), None]
-                    gX = cute.local_tile(heads, (c.tile_d,), (rows[r] % c.group,))
-                    store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
+            if const_expr(c.has_scaled_dQ):
+                self._store_scaled(work, i, rows, entries, num_picks)
+            else:
+                for r in cutlass.range_constexpr(2):
+                    if rows[r] // c.group < num_picks:
+                        heads = work.mdQ[work.unit_idx, Int64(picks[r]), None]
+                        gX = cute.local_tile(heads, (c.tile_d,), (rows[r] % c.group,))
+                        store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
+
+    @cute.jit
+    def _store_scaled(
+        self,
+        work: "_Work",
+        i: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        entries: cutlass.Constexpr,
+        num_picks: Int32,
+    ) -> None:
+        """Stores the i-th columns of dQ, scaled, through shared memory, and inverse scales of this thread's rows.
+
+        Columns take the places of P and dS in turn, and two of them are stored together.
+        """
+        places, pieces = (work.sP, work.sdS), self.config.tile_d // COLUMNS
+        own = {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
+        if const_expr(i == 0):
+            cute.arch.barrier(**self._all(work))  # all warps' products have read P and dS
+        elif const_expr(i % 2 == 0):
+            self._wait_stored()
+            cute.arch.barrier(**own)  # the columns before have left
+        write(self._scaled(work, i, rows, entries, num_picks), work.mmas.dQ, places[i % 2], work.thread)
+        if const_expr(i % 2 == 1 or i == pieces - 1):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(**own)
+            if self._stores():
+                for j in cutlass.range_constexpr(i // 2 * 2, i + 1):
+                    self.store_picks(work.tdQ, places[j % 2], j, work.unit_idx, entries, num_picks)
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _scaled(
+        self,
+        work: "_Work",
+        i: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        entries: cutlass.Constexpr,
+        num_picks: Int32,
+    ) -> cute.Tensor:
+        """Scales the i-th columns of dQ to float16, in registers of the operands' dtype, and stores inverse scales."""
+        c, own = self.config, rows_and_columns(work.acc_dQ)
+        scale, rdQ = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor_like(work.acc_dQ, self.dtype)
+        for r in cutlass.range_constexpr(2):
+            largest = Float32(0.0)
+            for j in cutlass.range_constexpr(cute.size(own, mode=[1])):
+                largest = largest_magnitude(largest, own[r, j])
+            for j in cutlass.range_constexpr(2):  # four threads have a row
+                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << j))
+            scale[r], inverse = _scale_of(largest)
+            number = rows[r] // c.group
+            pick = self.entry_of(entries, number)
+            if number < num_picks and work.thread % 4 == 0:
+                work.mScale[work.unit_idx, Int64(pick), i * c.group + rows[r] % c.group] = inverse
+        packed = cute.recast_tensor(rdQ, Int32)
+        for j in cutlass.range_constexpr(cute.size(packed)):
+            low, high = (work.acc_dQ[2 * j + half] * scale[j % 2] for half in range(2))
+            packed[j] = pack(low, high, Float16)
+        return rdQ
+
+    def _all(self, work: "_Work") -> dict[str, Any]:
+        """The barrier of the threads whose products read a warpgroup's P and dS."""
+        if const_expr(self.config.in_step):
+            return {"barrier_id": _BARRIER_IN_STEP, "number_of_threads": 128 * self.config.num_mma_warpgroups}
+        return {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
+
+    def _stores(self) -> Boolean:
+        """Whether this warp stores its warpgroup's dQ."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+
+    @cute.jit
+    def _wait_stored(self) -> None:
+        """The storing warp waits until dQ that it has stored has left shared memory."""
+        if const_expr(self.config.has_scaled_dQ):
+            if self._stores():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def _compute_P(self, work: "_Work", visible: cute.Tensor, lse: cute.Tensor) -> None:
@@ -341,6 +430,15 @@ class SelectionBackwardSm90(ItemKernel):
                 low = low * capped_slope(acc_S[2 * i]) if low != 0.0 else Float32(0.0)
                 high = high * capped_slope(acc_S[2 * i + 1]) if high != 0.0 else Float32(0.0)
             acc_S[2 * i], acc_S[2 * i + 1] = low, high
+
+
+def _scale_of(largest: Float32) -> tuple[Float32, Float32]:
+    """A power of two that makes a largest magnitude 2^14 to 2^15, and its inverse.
+
+    Both are normal numbers, so that a magnitude below 2^-112 gets a smaller one. Infinity stays infinite.
+    """
+    exponent = cutlass.min(127 + _LARGEST + 127 - (as_bits(largest) >> 23), Int32(253))
+    return as_float(exponent << 23), as_float((254 - exponent) << 23)
 
 
 @dataclass(frozen=True)
@@ -372,3 +470,5 @@ class _Work:
     mLSE: cute.Tensor  # (unit, row, head of the group), in base 2
     mDelta: cute.Tensor
     mdQ: cute.Tensor  # (unit, pick, head of the group and column)
+    mScale: cute.Tensor | None  # (unit, pick, 64 columns and head of the group): inverse scales of dQ
+    tdQ: RowTiles | None  # of a scaled dQ, (head of the group, column, pick, unit)
