@@ -18,7 +18,7 @@ from flash_attn_cute.spec import Options
 
 VISIBLE = torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(0)).argsort(-1) < 3  # 3 of 8 blocks in each row
 OF_128, OF_64 = BlockMask.from_blocks(VISIBLE), BlockMask.from_blocks(VISIBLE, 64)
-DENSE = BlockMask.from_blocks(torch.rand(2, 8, 8).argsort(-1) < 5)  # more than six tenths
+DENSE = BlockMask.from_blocks(torch.rand(2, 8, 8).argsort(-1) < 5)  # more than four tenths
 INDICES = BlockMask.from_indices(VISIBLE.int().argsort(-1, descending=True)[None, ..., :3], seqlen_k=1024)
 ORDERED = Options(deterministic=True)
 
