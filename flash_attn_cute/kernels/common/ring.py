@@ -36,12 +36,6 @@ class Ring:
     barriers: cute.Pointer  # those of full stages, then those of empty ones
     stages: cutlass.Constexpr
     num_bytes: cutlass.Constexpr = 0  # that TMA brings to a stage
-    stages_of_all: cutlass.Constexpr = 0  # if this is a part of a ring: stages of all parts
-
-    def part(self, nth: Int32 | int, parts: int) -> "Ring":
-        """The ring of the stages that are the nth part, which steps use in rotation by themselves."""
-        stages = self.stages // parts
-        return Ring(self.barriers + nth * stages, stages, self.num_bytes, self.stages)
 
     @cute.jit
     def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
@@ -64,7 +58,7 @@ class Ring:
 
     def empty(self, step: Int32) -> cute.Pointer:
         """Barrier at which a step's consumers release its stage."""
-        return self.barriers + ((self.stages_of_all or self.stages) + self.stage(step))
+        return self.barriers + (self.stages + self.stage(step))
 
     def phase(self, step: Int32) -> Int32:
         """Phase of the full barrier that a step waits for."""

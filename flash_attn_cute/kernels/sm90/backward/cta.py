@@ -447,7 +447,7 @@ class BackwardCtaSm90(BackwardKernel):
         ring, sBias = work.shared.rings.bias, work.shared.sBiasTile
         sBias = cute.local_tile(sBias, (64, 64, ring.stages), (0, work.warpgroup, 0))
         ring.wait_full(step)  # from warp 0
-        read_c(work.mmas.S, transposed(sBias)[None, None, ring.stage(step)], work.rBias, work.thread, transposes=True)
+        read_c(work.mmas.S, transposed(sBias)[None, None, ring.stage(step)], work.rBias, work.thread)
         ring.release(step)  # to warp 0
         bias = rows_and_columns(work.rBias)
         return Transposed(bias, range(cute.size(bias, mode=[1])))
