@@ -7,7 +7,7 @@ its own that ask for the same without a block mask. It also takes part with all 
 random masks is to be proportional.
 
 Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
-says of itself what it takes on the model in ``flash_attn_cute.dq_order.contention_model``.
+of blocks of 128 says of itself what it takes on the model in ``flash_attn_cute.dq_order.contention_model``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -197,9 +197,10 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
     for x in (q, k, v):
         x.requires_grad_(passes != "forward")
     detail = f"q, k and v {shape}, {shown.mask.build(device, tables=True)}"
+    is_modelled = passes == "backward" and row.block == BLOCK  # the kernel of smaller blocks has no model
     return SparseCase(
         name=f"{passes} {row.name}",
-        detail=detail if passes == "forward" else f"{detail}; {_modelled(shown.mask, batch, device)}",
+        detail=f"{detail}; {_modelled(shown.mask, batch, device)}" if is_modelled else detail,
         panel=passes,
         device=device,
         dtype=dtype,

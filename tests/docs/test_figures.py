@@ -160,7 +160,7 @@ def test_block_masks_of_all_lengths() -> None:
     assert f"{said}{least[3]} to {most[3]} times forward" in prose("docs/performance.md")
 
 
-@pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in sparse.ROWS if row.block == sparse.BLOCK], ids=lambda row: row.name)
 def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
     """Measurements are within 15 % of the model."""
     batch, cpu = max(1, sparse.TOKENS // row.seqlen), torch.device("cpu")
@@ -256,13 +256,16 @@ def _row(text: str, name: str) -> list[str]:
 def test_the_cost_of_determinism() -> None:
     """Deterministic backward passes in multiples of the others, under irregular masks and for wide heads."""
     notes = (ROOT / "benchmarks/notes/determinism.md").read_text()
+    cases = record("sparse-cuda-bfloat16")
     five, ten, quarter, half = (
-        f"{1 / float(_row(notes, f'random {share} %, 4 x 8k')[-1]):.2f}" for share in (5, 10, 25, 50)
+        f"{ratio(cases[f'backward random {share} %'], f'{OURS} deterministic'):.2f}" for share in (5, 10, 25, 50)
     )
     said = (
-        f"it takes {five} times as long for 5 % of the blocks at random, {ten} for 10 %, {quarter} for 25 % and {half} "
-        "for 50 %"
+        f"it takes {five} times as long for 5 % of the blocks at random, {ten} for 10 % and {quarter} for 25 %; "
+        f"in fixed point {half} times for 50 %. "
     )
+    five, ten, quarter = (f"{1 / float(_row(notes, f'random {n} %, 4 x 8k')[-1]):.2f}" for n in (5, 10, 25))
+    said += f"In calls back to back, at the power limit, it takes {five}, {ten} and {quarter} times as long"
     assert said in prose("docs/performance.md")
     page = prose("docs/determinism.md")
     assert said in page
