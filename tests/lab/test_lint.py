@@ -331,9 +331,9 @@ HOPPER = {
     "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6),
     "backward of clusters": (backward_config("bfloat16", 256, 256, Features(right=True, deterministic=True)), 3),
     "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
-    "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 1),
+    "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 2),
     "column sums": (column_sums_config("bfloat16", 128, 128, Features(right=True)), 0),
-    "selection, backward, wide": (selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16), 1),
+    "selection, backward, wide": (selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16), 3),
 }
 
 
