@@ -13,11 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.selection import SCALED_COLUMNS
 
 VECTOR = 8  # columns of a thread
-_LANES = 32
+LANES = 32  # of a warp, and ranks that it reads at a time
 _WARPS = 8  # of a CTA
 _TOGETHER = 4  # picks whose vectors are on their way at a time
 
@@ -42,13 +43,13 @@ class PickedRows:
         self.config = config
         self.vectors = columns // VECTOR  # of a row
         self.lanes = 1 << (self.vectors - 1).bit_length()  # of a row
-        self.heads = _LANES // self.lanes  # of a warp
+        self.heads = LANES // self.lanes  # of a warp
         self.warps = -(-config.group // self.heads)  # of a query
 
     def shape_of_launch(self, a: Any) -> dict[str, list[Int32 | int]]:
         """Grid and block of a kernel for all rows of a launch."""
         warps = a.numbers.num_units * a.numbers.num_rows * self.warps
-        return {"grid": [cute.ceil_div(warps, _WARPS), 1, 1], "block": [_WARPS * _LANES, 1, 1]}
+        return {"grid": [cute.ceil_div(warps, _WARPS), 1, 1], "block": [_WARPS * LANES, 1, 1]}
 
     @cute.jit
     def place(self, a: Any) -> Place:
@@ -78,6 +79,18 @@ class PickedRows:
         """Rows of mX (unit, pick, ...), of more than 2^31 numbers, by the ranks of the warp's query: (rank, ...)."""
         of_unit = mX[place.unit_idx, None, None]
         return cute.domain_offset((Int64(place.row * a.numbers.top), 0), of_unit)
+
+    def head_and_entry(self, place: Place) -> tuple[Int32, Int32]:
+        """The lane's head among all heads, and the batch entry in tensors: 0 if packed."""
+        head = place.unit.number * self.config.group + place.in_group
+        return head, Int32(0) if self.config.features.packed else place.unit.batch
+
+    @cute.jit
+    def store(self, total: cute.Tensor, factor: Float32, gX: cute.Tensor, place: cutlass.Constexpr) -> None:
+        """Stores the lane's vector, times a factor and rounded, in a row, if the row has it."""
+        if place.lane * VECTOR < gX.shape[0]:
+            words, vector = rounded(total, factor, gX.element_type), cute.local_tile(gX, (VECTOR,), (place.lane,))
+            cute.autovec_copy(words, cute.recast_tensor(vector, Int32))
 
     @cute.jit
     def add(

@@ -12,13 +12,12 @@ from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
-from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
-from flash_attn_cute.kernels.common.rows import rounded, rows_first
+from flash_attn_cute.kernels.common.picked_rows import LANES, VECTOR, PickedRows
+from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.selection import threads_of_rows
 
-_LANES = 32
 _FOUR = 4  # columns of dK and dV of a thread at a time
 
 
@@ -56,20 +55,18 @@ class SelectionQueryGradients:
         place: cutlass.Constexpr,
     ) -> None:
         """Sums up a query, in a lane a vector of it."""
-        c, n, packed = self.config, a.numbers, self.config.features.packed
+        c, n = self.config, a.numbers
         dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)
         scales = self.rows.of_row(a, mScale, place) if const_expr(mScale is not None) else None
         dtype = Float16 if const_expr(c.has_scaled_dQ) else Float32
         total.fill(0.0)
-        for first in cutlass.range(0, n.top, _LANES, unroll=1):
+        for first in cutlass.range(0, n.top, LANES, unroll=1):
             picks = self.rows.picks(a, mColumns, place, first)
             self.rows.add(total, dQ_of, dtype, place, first, picks, Float32(0.0), scales=scales)
-        head, entry = place.unit.number * c.group + place.in_group, Int32(0) if const_expr(packed) else place.unit.batch
-        gdQ = rows_first(a.mdQ, packed)[n.first_row + place.row, None, head, entry]
-        if place.has_head and place.lane * VECTOR < gdQ.shape[0]:
-            words = rounded(total, n.softmax_scale, gdQ.element_type)
-            vector = cute.local_tile(gdQ, (VECTOR,), (place.lane,))
-            cute.autovec_copy(words, cute.recast_tensor(vector, Int32))
+        if place.has_head:
+            head, entry = self.rows.head_and_entry(place)
+            gdQ = rows_first(a.mdQ, c.features.packed)[n.first_row + place.row, None, head, entry]
+            self.rows.store(total, n.softmax_scale, gdQ, place)
 
 
 class SelectionKeyGradients:

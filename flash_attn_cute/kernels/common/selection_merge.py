@@ -13,12 +13,10 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
-from flash_attn_cute.kernels.common.rows import numbers_first, rounded, rows_first
+from flash_attn_cute.kernels.common.picked_rows import LANES, VECTOR, PickedRows
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.softmax import finalize
-
-_LANES = 32
 
 
 class SelectionMerge:
@@ -58,14 +56,14 @@ class SelectionMerge:
         row_max.fill(-Float32.inf)
         total.fill(0.0)
         row_sum, own_max = Float32(0.0), -Float32.inf
-        for first in cutlass.range(0, n.top, _LANES, unroll=1):
+        for first in cutlass.range(0, n.top, LANES, unroll=1):
             picks = self.rows.picks(a, mColumns, place, first)
             weights, own_max, scale = self._weights(lse_of, place, n, first, picks, row_max)
             row_sum *= scale
             for i in cutlass.range_constexpr(VECTOR):
                 total[i] *= scale
             row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, row_sum, weights)
-        head, entry = place.unit.number * c.group + place.in_group, Int32(0) if const_expr(packed) else place.unit.batch
+        head, entry = self.rows.head_and_entry(place)
         sink = a.mSink[head] if const_expr(a.mSink is not None) else None
         factor, lse = finalize(row_sum, own_max, sink, False)
         is_padding = mColumns[place.unit.set, place.row * n.top] > n.columns  # which has no sink either
@@ -75,10 +73,7 @@ class SelectionMerge:
         if place.has_head:
             if place.lane == 0:
                 gLSE[row] = lse
-            if place.lane * VECTOR < gO.shape[0]:
-                words = rounded(total, factor, gO.element_type)
-                vector = cute.local_tile(gO, (VECTOR,), (place.lane,))
-                cute.autovec_copy(words, cute.recast_tensor(vector, Int32))
+            self.rows.store(total, factor, gO, place)
 
     @cute.jit
     def _weights(
@@ -102,7 +97,7 @@ class SelectionMerge:
             lse = lse_of[rank, cutlass.min(place.first_head + i, self.config.group - 1)]
             lse = lse if is_pick else -Float32.inf
             largest = lse
-            for j in cutlass.range_constexpr(_LANES.bit_length() - 1):
+            for j in cutlass.range_constexpr(LANES.bit_length() - 1):
                 largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << j))
             largest = cute.arch.fmax(largest, row_max[i])
             shift = largest if largest != -Float32.inf else Float32(0.0)

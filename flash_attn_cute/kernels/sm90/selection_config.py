@@ -93,7 +93,7 @@ class SelectionBackwardConfig(SelectedConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """See ``SelectedConfig``."""
+        """Registers of a thread of the producers, and of the others, of which scaling dQ needs more."""
         return (24, 240) if self.has_scaled_dQ else super().registers
 
     @property

@@ -354,16 +354,15 @@ class SelectionBackwardSm90(ItemKernel):
         Columns take the places of P and dS in turn, and two of them are stored together.
         """
         places, pieces = (work.sP, work.sdS), self.config.tile_d // COLUMNS
-        own = {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
         if const_expr(i == 0):
             cute.arch.barrier(**self._all(work))  # all warps' products have read P and dS
         elif const_expr(i % 2 == 0):
             self._wait_stored()
-            cute.arch.barrier(**own)  # the columns before have left
+            cute.arch.barrier(**self._own(work))  # the columns before have left
         write(self._scaled(work, i, rows, entries, num_picks), work.mmas.dQ, places[i % 2], work.thread)
         if const_expr(i % 2 == 1 or i == pieces - 1):
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(**own)
+            cute.arch.barrier(**self._own(work))
             if self._stores():
                 for j in cutlass.range_constexpr(i // 2 * 2, i + 1):
                     self.store_picks(work.tdQ, places[j % 2], j, work.unit_idx, entries, num_picks)
@@ -402,6 +401,10 @@ class SelectionBackwardSm90(ItemKernel):
         """The barrier of the threads whose products read a warpgroup's P and dS."""
         if const_expr(self.config.in_step):
             return {"barrier_id": _BARRIER_IN_STEP, "number_of_threads": 128 * self.config.num_mma_warpgroups}
+        return self._own(work)
+
+    def _own(self, work: "_Work") -> dict[str, Any]:
+        """The barrier of a warpgroup."""
         return {"barrier_id": _BARRIER_WARPGROUP + work.warpgroup, "number_of_threads": 128}
 
     def _stores(self) -> Boolean:
