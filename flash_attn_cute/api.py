@@ -192,7 +192,7 @@ def flash_attn_func(
             (seqlen_q, seqlen_k), too, and goes without mask and bias.
         deterministic: the same inputs give the same bits, whatever else the device runs. "invariant": a document also
             has the same bits whatever call it is part of, packed or as an entry of a dense batch; not under a
-            block_mask, unless that is a window or documents.
+            block_mask, unless that is a window or documents (``docs/determinism.md`` says which).
         return_lse: also return the log-sum-exp of the scores.
         return_max_logits: also return the largest logit of each head, for QK-clip: the maximum of softmax_scale * q . k
             over all pairs that masks, windows and lengths leave visible, in all sequences. Softcap, bias and sink do

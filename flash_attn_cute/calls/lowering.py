@@ -3,6 +3,8 @@
 A mask that is a window becomes ``window_size``, and documents that follow each other become packed sequences: views of
 q, k and v, whose kernels are faster and read no tables. Masks beside padding stay, as windows would align to the real
 lengths; so do documents beside mask or bias, which packed calls count in another way, and padding beside a sink.
+Documents stay, too, where lists are faster: if they are short, or if q, k and v had to be copied. Calls with
+``deterministic="invariant"`` have them packed nevertheless, as lists cannot keep that promise.
 """
 
 from typing import NamedTuple
@@ -52,11 +54,13 @@ def of(call: AttentionCall) -> Lowered:
     )
     if plain.documents is None:
         return Lowered(AttentionCall(*call[:NUM_TENSORS], None, None, options, call.backend))
-    if call.mask is not None or call.bias is not None or not _is_packed_already(block_mask, call):
+    if call.mask is not None or call.bias is not None or not _has_documents_rows(call, block_mask):
         return Lowered(call)
-    offsets = block_mask.offsets
+    offsets, is_needed = block_mask.offsets, options.packing_invariant
     # With a sink lse is its logit where a query sees nothing, but -inf where it is padding.
     if offsets is None or (offsets.seqused is not None and call.learnable_sink is not None):
+        return Lowered(call)
+    if not is_needed and (offsets.are_short or not _is_packed_already(call)):
         return Lowered(call)
     return _packed(call, offsets, options)
 
@@ -70,18 +74,21 @@ def _fits(block_mask: BlockMask, call: AttentionCall) -> bool:
     return statically_true(seqlen_q == block_mask.seqlen_q) and statically_true(seqlen_k == block_mask.seqlen_k)
 
 
-def _is_packed_already(block_mask: BlockMask, call: AttentionCall) -> bool:
-    """Whether the rows of all batch entries follow each other in memory; they are (batch, seqlen) of the mask."""
+def _has_documents_rows(call: AttentionCall, block_mask: BlockMask) -> bool:
+    """Whether q, k and v are plain tensors of the (batch, seqlen) rows that a mask of documents is for."""
     q, k, v = qkv = call[:3]
-    batch = q.shape[0]
     return (
         all(type(x) in (Tensor, Parameter) and x.device == block_mask.device for x in qkv)
         and k.shape[:3] == v.shape[:3]
         and q.shape[:2] == k.shape[:2]
         and q.shape[3] == k.shape[3]
-        and statically_true(batch == block_mask.batch)
-        and (batch == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in qkv))
+        and statically_true(q.shape[0] == block_mask.batch)
     )
+
+
+def _is_packed_already(call: AttentionCall) -> bool:
+    """Whether the rows of all batch entries follow each other in memory."""
+    return call.q.shape[0] == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in call[:3])
 
 
 def _packed(call: AttentionCall, offsets: Offsets, options: Options) -> Lowered:

@@ -173,12 +173,14 @@ def check_type_of_block_mask(block_mask: Any) -> None:
 def _check_promise(block_mask: BlockMask, options: Options) -> None:
     """Refuses block masks under which a document's bits depend on where it is.
 
-    Those that are equivalent to a window or to documents never come here: ``lowering`` takes them for such.
+    Those that are equivalent to a window or to documents do not come here where ``lowering`` takes them for such.
     """
     if options.packing_invariant:
         raise ValueError(
             'block_mask: expected None, a window or documents with deterministic="invariant", as blocks are counted '
-            f"from the first row of all, wherever a document begins, got {block_mask}"
+            "from the first row of all, wherever a document begins (documents that follow each other, with ids for "
+            "each entry of a dense batch; neither beside seqused, nor documents beside mask or bias, nor documents "
+            f"and padding beside learnable_sink), got {block_mask}"
         )
 
 

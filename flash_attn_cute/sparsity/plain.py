@@ -50,6 +50,7 @@ class Offsets(NamedTuple):
     cu_seqlens: Tensor  # (documents + 1,), int32. Padding at the end of an entry is a document, too
     seqused: Tensor | None  # (documents,), int32: the rows of each document, 0 for padding; None if no row is padding
     longest: int  # an upper bound of a document's rows
+    are_short: bool  # documents are so short that lists are faster
 
     @classmethod
     def of(cls, ids: Tensor) -> Offsets | None:
@@ -59,7 +60,7 @@ class Offsets(NamedTuple):
             ids: (batch, seqlen), int64: the document of each row, negative for padding.
 
         Returns:
-            None if ids decrease, if rows follow padding, or if documents are so short that lists are faster.
+            None if ids decrease, or if rows follow padding.
         """
         if not 0 < ids.numel() <= _MAX_ROWS:
             return None
@@ -67,8 +68,7 @@ class Offsets(NamedTuple):
         follows = is_padding[:, 1:] | ((before >= 0) & (after >= before))
         begins = (before != after) & ~(is_padding[:, :-1] & is_padding[:, 1:])
         in_order, is_padded, count = torch.stack((follows.all(), is_padding.any(), begins.sum())).tolist()
-        count += len(ids)
-        if not in_order or count * _LEAST_ROWS > ids.numel() + _LEAST_ROWS * len(ids):
+        if not in_order:
             return None
         start = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero()[:, 0]
         cu_seqlens = torch.nn.functional.pad(start, (0, 1), value=ids.numel())
@@ -77,7 +77,8 @@ class Offsets(NamedTuple):
         longest = int((lengths if seqused is None else seqused).max())
         # A power of two, as calls with the same bound share plans and compiled programs.
         bound = min(1 << (longest - 1).bit_length() if longest else 1, ids.shape[1])
-        return cls(cu_seqlens.int(), None if seqused is None else seqused.int(), bound)
+        are_short = count * _LEAST_ROWS > ids.numel()
+        return cls(cu_seqlens.int(), None if seqused is None else seqused.int(), bound, are_short)
 
 
 def _conjuncts(node: Node) -> list[Node]:

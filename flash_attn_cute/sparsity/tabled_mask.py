@@ -152,7 +152,9 @@ class TabledMask:
 
     @property
     def _does_without_tables(self) -> bool:
-        return self.plain is not None and (self.plain.documents is None or self.offsets is not None)
+        if self.plain is None or self.plain.documents is None:
+            return self.plain is not None
+        return self.offsets is not None and not self.offsets.are_short
 
     @property
     def offsets(self) -> Offsets | None:

@@ -150,6 +150,29 @@ def test_block_masks_are_refused(backend: str) -> None:
     assert bitwise_equal(window, flash_attn_func(q, k, v, causal=True, **given))
 
 
+SHORT = [slice(0, 50), slice(50, 57), slice(57, 177), slice(177, 240)]  # rows of documents
+
+
+@on_each_backend
+def test_documents_of_a_block_mask(backend: str) -> None:
+    """Lists would be faster where documents are short, or rows of entries apart in memory. They cannot promise it."""
+    one = document(random.Random(0), *on(backend, Case((2, 2), (64, 64), {})), (240, 240))
+    given: dict[str, Any] = {"backend": backend, "deterministic": "invariant"}
+    alone = [flash_attn_func(*(x[None, rows] for x in (one.q, one.k, one.v)), **given)[0] for rows in SHORT]
+    ids = torch.cat([torch.full((rows.stop - rows.start,), i) for i, rows in enumerate(SHORT)]).to(one.q.device)
+    twice = [x[:, None].expand(-1, 2, -1, -1).contiguous().transpose(0, 1) for x in (one.q, one.k, one.v)]
+    mask = BlockMask.documents(ids.expand(2, -1))
+    for entry in flash_attn_func(*twice, block_mask=mask, **given):
+        assert all(bitwise_equal(entry[rows], expected) for rows, expected in zip(SHORT, alone, strict=True))
+    beside: tuple[Options, ...] = (
+        {"bias": torch.zeros(240, device=ids.device)},
+        {"seqused_k": torch.full_like(ids[:2], 9).int()},
+    )
+    for options in beside:
+        with pytest.raises(ValueError, match="neither beside seqused, nor documents beside mask or bias"):
+            flash_attn_func(*twice, block_mask=mask, **given | options)
+
+
 def test_compiled_and_nested() -> None:
     """The keyword goes with a call through torch.compile and nested tensors."""
     documents = [torch.randn(rows, 2, 16) for rows in (50, 7, 90)]
