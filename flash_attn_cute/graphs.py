@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import Any, NamedTuple
+
+from flash_attn_cute.forks import begin_child_with
 
 _SEMAPHORE = 64  # bytes, no less than a sem_t has
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
@@ -98,4 +99,4 @@ def _begin_as_child() -> None:
     _reads.clear()
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+begin_child_with(_begin_as_child)

@@ -8,7 +8,6 @@ of. Nothing else of the package keeps tensors between calls, but the tile counte
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from torch._C import (
 from torch.nn import Parameter
 
 from flash_attn_cute import graphs
+from flash_attn_cute.forks import begin_child_with
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ def _make(unfinished: _Unfinished, device: torch.device, make: Callable[[], T], 
     try:
         kept = Kept((apart if in_thread else outside)(make, device), device)
         if len(store) > _MOST:
-            store.pop(next((other for other, there in store.items() if isinstance(there, Kept)), None), None)
+            store.pop(next((other for other, there in list(store.items()) if isinstance(there, Kept)), None), None)
         store[key] = kept
     except BaseException:
         store.pop(key, None)
@@ -318,7 +318,7 @@ def _begin_as_child() -> None:
         _of_parent.append(kept)
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+begin_child_with(_begin_as_child)
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from flash_attn_cute import profiling, settings
+from flash_attn_cute.forks import begin_child_with
 from flash_attn_cute.jit import ahead, bundle, disk, key
 
 _lock = threading.Lock()
@@ -24,7 +24,7 @@ def _begin_as_child() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+begin_child_with(_begin_as_child)
 
 
 class NotKeptWarning(RuntimeWarning):

@@ -13,7 +13,6 @@ Entries appear whole (``os.replace``) and are never changed. One that is damaged
 none: it is made again. That also covers what a crash of the machine leaves, so nothing waits for the disk.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -113,7 +112,7 @@ class Folder:
             OSError: the lock's file cannot be made.
         """
         with ExitStack() as stack:
-            self._enter_lock(stack, name, 0)
+            self._enter_lock(stack, name, waits=True)
             yield
 
     @contextmanager
@@ -126,24 +125,26 @@ class Folder:
             OSError: the lock's file cannot be made.
         """
         with ExitStack() as stack:
-            yield self._enter_lock(stack, name, fcntl.LOCK_NB)
+            yield self._enter_lock(stack, name, waits=False)
 
-    def _enter_lock(self, stack: ExitStack, name: str, flags: int) -> bool | None:
-        is_held = stack.enter_context(self._locked(name, flags))
+    def _enter_lock(self, stack: ExitStack, name: str, *, waits: bool) -> bool | None:
+        is_held = stack.enter_context(self._locked(name, waits=waits))
         if is_held is None:
             with suppress(OSError, UnsafeFolderError):
                 machine = stack.enter_context(Folder(machine_folder()))
-                is_held = stack.enter_context(machine._locked(name, flags))
+                is_held = stack.enter_context(machine._locked(name, waits=waits))
         return is_held
 
     @contextmanager
-    def _locked(self, name: str, flags: int) -> Iterator[bool | None]:
+    def _locked(self, name: str, *, waits: bool) -> Iterator[bool | None]:
         """Gives whether the entry's lock is held; None if the file system has no locks."""
+        import fcntl  # which Windows lacks: there only the portable backend serves, which keeps no entries
+
         descriptor = self._open(f"{name}.lock", os.O_RDWR | os.O_CREAT)
         try:
             is_held: bool | None = True
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError:  # another process has it
                 is_held = False
             except OSError:

@@ -7,7 +7,6 @@ forked from one that uses the GPU. There a verdict is read, and if there is none
 
 import functools
 import logging
-import os
 import threading
 import time
 import warnings
@@ -19,6 +18,7 @@ from torch.nn import Parameter
 
 from flash_attn_cute import kept, settings
 from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.forks import begin_child_with
 from flash_attn_cute.jit.disk import UnsafeFolderError
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
@@ -41,7 +41,7 @@ def _begin_as_child() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_begin_as_child)
+begin_child_with(_begin_as_child)
 
 
 class Answer(NamedTuple):

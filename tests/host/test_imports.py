@@ -24,7 +24,7 @@ LEVELS = [
     {"backends"},
     {"jit", "kernels", "sparsity"},
     {"dq_order"},
-    {"block_tables", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
+    {"block_tables", "forks", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -209,6 +209,24 @@ def test_the_rule_can_fail() -> None:
     assert not violations("kernels", {"cutlass.cute.nvgpu.warpgroup"}, "kernels/sm90/forward.py")
     assert not violations("kernels", {"cutlass.cute.nvgpu.cpasync"}, "kernels/common/tma.py")
     assert not violations("kernels", {"flash_attn_cute.kernels.common.score"}, "kernels/sm90/forward.py")
+
+
+# A call as on Windows, which lacks these modules and functions.
+ON_WINDOWS = """
+import os, sys, torch
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+for name in ("fork", "geteuid", "getuid", "register_at_fork"):
+    delattr(os, name)
+from flash_attn_cute import BlockMask, flash_attn_func
+q = torch.randn(1, 8, 2, 8, requires_grad=True)
+flash_attn_func(q, q, q, block_mask=BlockMask.prefix_lm(8, 8, 3)).sum().backward()
+"""
+
+
+def test_calls_need_nothing_that_windows_lacks() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_WINDOWS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # Imports a module and then another one, and prints what each import takes by a measure.

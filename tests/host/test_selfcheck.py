@@ -451,7 +451,7 @@ def test_a_rank_waits_no_longer_than_it_should(machine: Machine) -> None:
 
 def test_without_any_locks_nothing_is_run(machine: Machine) -> None:
     @contextmanager
-    def no_locks(folder: disk.Folder, name: str, flags: int) -> Iterator[None]:
+    def no_locks(folder: disk.Folder, name: str, *, waits: bool) -> Iterator[None]:
         yield None
 
     machine.monkeypatch.setattr(disk.Folder, "_locked", no_locks)
@@ -463,11 +463,11 @@ def test_a_lock_of_the_machine_will_do(machine: Machine, tmp_path: Path) -> None
     plain = disk.Folder._locked
 
     @contextmanager
-    def on_machine_alone(folder: disk.Folder, name: str, flags: int) -> Iterator[bool | None]:
+    def on_machine_alone(folder: disk.Folder, name: str, *, waits: bool) -> Iterator[bool | None]:
         if folder._kind == "verdict":
             yield None
         else:
-            with plain(folder, name, flags) as is_held:
+            with plain(folder, name, waits=waits) as is_held:
                 yield is_held
 
     machine.monkeypatch.setattr(disk.Folder, "_locked", on_machine_alone)
