@@ -400,8 +400,8 @@ def test_keys_that_a_finite_bias_hides(value: float, dtype: torch.dtype, bias_dt
 def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: str) -> None:
     """In float32 nothing is left of their scores, which are all the same: out is the mean of the values.
 
-    So models write masks, and queries of padding have such rows. Their gradients are in no lse, which has lost the
-    number of keys, but they are finite, and zero where that of out is.
+    So models write masks, and queries of padding have such rows. Lse has lost the number of their keys, so they have no
+    gradients: those of the others are as if nothing was visible to them.
     """
     call = call_on(backend, [140], [200], packed=False, bias=(1, 1), bias_dtype=torch.float32, dtype=torch.bfloat16)
     assert call.bias is not None
@@ -413,7 +413,15 @@ def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: s
     assert_close("out", out, true, low, 2.0, 1.0)
     assert lse.isfinite().all()
     dout = torch.randn_like(out)
-    assert all(x.isfinite().all() for x in gradients(call, out, lse, dout, None).values())
+    hidden = call.to(torch.bfloat16)
+    with torch.no_grad():
+        hidden.bias = call.bias.masked_fill(call.bias == value, -torch.inf).requires_grad_()
+    both = []
+    for each in (call, hidden):
+        out, lse = run(each, return_lse=True, backend=backend, deterministic=True)
+        both.append(gradients(each, out, lse, dout, None))
+    assert all(torch.equal(x, both[1][name]) for name, x in both[0].items())
+    assert (both[0]["dq"][:, rows] == 0).all()
     dout[:, rows] = 0
     out, lse = run(call, return_lse=True, backend=backend)
     got = gradients(call, out, lse, dout, None)

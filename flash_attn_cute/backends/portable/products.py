@@ -34,8 +34,13 @@ def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """P of scores (n, rows, keys), which it overwrites, and lse (n, rows); 0 where lse is -inf."""
-    return scores.sub_(lse.masked_fill(lse.isneginf(), torch.inf)[..., None]).exp_()
+    """P of scores (n, rows, keys), which it overwrites, and lse (n, rows).
+
+    P is 0 where lse is -inf, or so far below 0 that neighbouring numbers are more than 1/8 apart: below -2^20 in
+    float32. That is too coarse to count the keys of the sum, and P would be too large by their number.
+    """
+    lowest = -0.125 / torch.finfo(lse.dtype).eps
+    return scores.sub_(lse.masked_fill(lse < lowest, torch.inf)[..., None]).exp_()
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
