@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any, NamedTuple
 
 from flash_attn_cute.forks import begin_child_with
@@ -30,6 +31,7 @@ class _Read(NamedTuple):
 
 # By the number of the capture and the id of the value, which is that of no other while it is here.
 _reads: dict[tuple[int, int], _Read] = {}
+_releasing = threading.Lock()
 _of_parent: list[_Read] = []
 
 
@@ -55,12 +57,20 @@ def keep(stream: int, value: Any) -> None:
 
 
 def release() -> None:
-    """Lets go of what no graph reads any more. Memory is freed here, not in the driver's thread."""
-    for key, read in list(_reads.items()):
-        if _libc().sem_trywait(read.semaphore) == 0:  # of several threads one gets it
-            del _reads[key]
-            _libc().sem_destroy(read.semaphore)
-            _libc().free(read.semaphore)
+    """Lets go of what no graph reads any more. Memory is freed here, not in the driver's thread.
+
+    One thread does at a time, for another one must not look at a semaphore that this one frees.
+    """
+    if not _releasing.acquire(blocking=False):
+        return
+    try:
+        for key, read in list(_reads.items()):
+            if _libc().sem_trywait(read.semaphore) == 0:
+                del _reads[key]
+                _libc().sem_destroy(read.semaphore)
+                _libc().free(read.semaphore)
+    finally:
+        _releasing.release()
 
 
 def _attached(graph: ctypes.c_void_p) -> ctypes.c_void_p:
@@ -95,6 +105,8 @@ def _check(name: str, result: int) -> None:
 
 def _begin_as_child() -> None:
     """After a fork: graphs are the parent's, and memory on its GPUs must not be freed here."""
+    global _releasing
+    _releasing = threading.Lock()  # a thread of the parent's may have had it
     _of_parent.extend(_reads.values())
     _reads.clear()
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -636,6 +637,34 @@ def test_graphs_hold_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver.status, driver.error = 1, 801
     with pytest.raises(RuntimeError, match="cuUserObjectCreate gave error 801"):
         graphs.keep(5, {})
+
+
+def test_threads_free_what_graphs_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that finds a graph gone while another one is freeing what it read leaves the semaphore alone."""
+    driver = Driver()
+    looked: list[Any] = []
+    freed: list[Any] = []
+    monkeypatch.setattr(graphs, "_driver", lambda: driver)
+    monkeypatch.setattr(graphs, "_reads", {})
+    graphs.keep(5, {})
+    driver.destroy()
+    original = graphs._libc()
+
+    def sem_trywait(semaphore: Any) -> int:
+        assert not freed
+        looked.append(semaphore)
+        if len(looked) == 1:  # another thread does all of it here
+            thread = threading.Thread(target=graphs.release)
+            thread.start()
+            thread.join()
+        return original.sem_trywait(semaphore) if not freed else -1
+
+    libc = SimpleNamespace(sem_trywait=sem_trywait, sem_destroy=original.sem_destroy, free=freed.append)
+    monkeypatch.setattr(graphs, "_libc", lambda: libc)
+    graphs.release()
+    assert len(looked) == len(freed) == 1
+    graphs.release()  # nothing is left, and the lock is free
+    assert len(looked) == 1
 
 
 @needs_kernels
