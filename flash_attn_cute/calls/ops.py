@@ -36,6 +36,7 @@ from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, Results, residual_columns
 
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
+_NO_SECOND = "flash_attn_cute: second derivatives of attention are not implemented"
 
 # Of max_logits and residuals that are not asked for there are none.
 torch.library.define(
@@ -58,7 +59,7 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
     """
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero.
-    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
+    if _have_tangents(*leaves):
         raise NotImplementedError(_NO_TANGENTS)
     if watched:
         _register_flop_formulas()
@@ -72,8 +73,10 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
     return _run_forward(inputs, plan)
 
 
-def _has_tangent(x: Tensor | None) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+def _have_tangents(*tensors: Tensor | None) -> bool:
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _run_forward(inputs: AttentionInputs, plan: Plan) -> Results:
@@ -156,6 +159,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    _refuse_tangents(dout, dlse)
     saved = ctx.saved_tensors
     tensors, anys, (out, lse, residual) = saved[:NUM_ALL_TENSORS], saved[NUM_ALL_TENSORS:-3], saved[-3:]
     call = *tensors, *ctx.numbers, *anys
@@ -167,7 +171,13 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 
 def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    raise NotImplementedError("flash_attn_cute: second derivatives of attention are not implemented")
+    raise NotImplementedError(_NO_SECOND)
+
+
+def _refuse_tangents(dout: Tensor | None, dlse: Tensor | None) -> None:
+    """Refuses gradients that come in with tangents, which are second derivatives, too."""
+    if _have_tangents(dout, dlse):
+        raise NotImplementedError(_NO_SECOND)
 
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
@@ -341,6 +351,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
+        _refuse_tangents(dout, dlse)
         *tensors, out, lse, residual = ctx.saved_tensors
         others, plan = ctx.others
         inputs = AttentionInputs(*tensors, *others)

@@ -275,6 +275,16 @@ def test_forward_mode_is_refused(recorded: bool) -> None:
         torch.func.jvp(lambda k: attend(q, k, v), (k,), (torch.ones_like(k),))
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])
+def test_tangents_of_incoming_gradients_are_refused(mode: Any) -> None:
+    qkv = leaves()
+    with mode(), forward_ad.dual_level():
+        out = flash_attn_func(*qkv, window_size=(3, 0))
+        torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives of attention"):
+            torch.autograd.grad(out, qkv, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
 def test_nothing_is_recorded_below_autograd() -> None:
     """Within __torch_dispatch__ the dispatcher skips autograd, and so does a call that goes past it."""
     inside: list[Tensor] = []
