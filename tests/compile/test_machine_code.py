@@ -24,7 +24,7 @@ from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_c
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from tests.lib.compiled import check_before_and_after, machine_code
 from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED
-from tests.lib.tiers import tiered
+from tests.lib.tiers import compiled
 
 
 def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
@@ -231,10 +231,8 @@ SPILLING = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("chosen", "spilled"), SPILLING.values(), ids=SPILLING)
-def test_spills_that_are_known(chosen: Any, spilled: int, tmp_path: Path) -> None:
-    kernels = machine_code(chosen, tmp_path, spilled)
+def test_spills_that_are_known(chosen: BackwardConfig, tmp_path: Path) -> None:
+    kernels = machine_code(chosen, tmp_path, dict(SPILLING.values())[chosen])
     (sass,) = kernels["BackwardCta" if chosen.tile_d <= 128 else "BackwardCluster"]
     assert "STL" in sass, "no longer: move it to those without spills"
 
@@ -372,6 +370,7 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
 COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "test_compiled_code": (CONFIGS, ("d128-causal",)),
     "test_half_blocks": (HALF_BLOCKS, ()),
+    "test_spills_that_are_known": ({name: c for name, (c, _) in SPILLING.items()}, ()),
     "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
     "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ()),
     "test_backward_with_stored_ds": (WITH_STORED_DS, ()),
@@ -380,12 +379,12 @@ COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-# Head dimensions at which CI compiles every kind of kernel: registers are fewest there.
+# Head dimensions at which CI compiles kernels with each pair of features: registers are fewest there.
 TIGHTEST = {128, 256}
 
 
 def few_of(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Every kind at the tightest head dimension, and each other set of sizes with as many features as there are."""
+    """All of the tightest head dimension, and each other set of sizes with as many features as there are."""
     tightest = max(TIGHTEST & {c.tile_d for c in cases.values()}, key=[c.tile_d for c in cases.values()].count)
     by_sizes: dict[Any, list[str]] = defaultdict(list)
     for name, c in cases.items():
@@ -399,5 +398,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """CI compiles few of them."""
     cases, quick = COMPILED.get(metafunc.function.__name__, (None, ()))
     if cases is not None:
-        every = metafunc.config.getoption("--all-configurations")
-        metafunc.parametrize("chosen", tiered(cases if every else few_of(cases), *quick, values=True))
+        metafunc.parametrize("chosen", compiled(metafunc.config, cases, *quick, few=few_of(cases)))

@@ -1,6 +1,7 @@
 """Machine code of the Hopper kernels for selections, on any machine: no spills, unserialised products, TMA."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,22 @@ import pytest
 
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.selection import BLOCKS, HEAD_DIMS, PICKS_AT_ONCE
-from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
+from flash_attn_cute.kernels.sm90.selection_config import (
+    SelectionBackwardConfig,
+    SelectionConfig,
+    selection_backward_config,
+    selection_config,
+)
 from tests.lib.compiled import machine_code
+from tests.lib.tiers import compiled
+
+
+def _config(made: Callable[..., Any], **options: Any) -> Any:
+    """A configuration of a pass; by default of 16 heads a group, and for blocks of 64 keys."""
+    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
+    dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
+    return made(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
+
 
 _FEATURES = "packed", "seqused_q", "seqused_k", "left", "right", "softcap"
 _EVERYTHING = dict.fromkeys((*_FEATURES, "sink", "max_logits"), True)
@@ -32,12 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
-def test_compiled_code(options: dict[str, Any], tmp_path: Path) -> None:
-    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
-    dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
-    chosen = selection_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
+def test_compiled_code(chosen: SelectionConfig, tmp_path: Path) -> None:
     code = machine_code(chosen, tmp_path, spilled=8 * chosen.key_bits)
     (sass,), (merging,) = code["Selection"], code["SelectionMerge"]
     assert len(re.findall(r"\bHGMMA\b", sass)) == chosen.tile_d // 16 + chosen.tile_n // 16
@@ -72,12 +82,7 @@ BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
-def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
-    given: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "group": 16, "block": 64} | options
-    dtype, d, group, block = (given.pop(name) for name in ("dtype", "d", "group", "block"))
-    chosen = selection_backward_config(dtype, d, given.pop("d_v", d), Features(**given), group=group, block=block)
+def test_compiled_backward(chosen: SelectionBackwardConfig, tmp_path: Path) -> None:
     is_full = chosen.key_bits or (chosen.features.softcap and chosen.has_scaled_dQ)  # spills a word a tile
     code = machine_code(chosen, tmp_path, spilled=8 * is_full)
     (sass,) = code["SelectionBackward"]
@@ -91,3 +96,14 @@ def test_compiled_backward(options: dict[str, Any], tmp_path: Path) -> None:
     around = ("SelectionPreprocess", "SelectionQueryGradients", "SelectionKeyGradients")
     for kernels in (code[name] for name in around):
         assert re.search(r"\bLDG\.E\.128", kernels[0])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """CI compiles few of them."""
+    passes: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
+        "test_compiled_code": (selection_config, CONFIGS),
+        "test_compiled_backward": (selection_backward_config, BACKWARD_CONFIGS),
+    }
+    made, cases = passes[metafunc.function.__name__]
+    configs = {name: _config(made, **options) for name, options in cases.items()}
+    metafunc.parametrize("chosen", compiled(metafunc.config, configs))

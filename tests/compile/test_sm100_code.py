@@ -36,6 +36,7 @@ from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.emulator.translate import translate
 from lab.lint import lint
 from lab.ptx import tree
+from tests.lib import tiers
 from tests.lib.compiled import check_before_and_after, code_for, machine_code
 from tests.lib.configurations import (
     B200,
@@ -51,7 +52,6 @@ from tests.lib.configurations import (
     pair,
 )
 from tests.lib.specs import DENSE, spec_of
-from tests.lib.tiers import tiered
 
 # Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
 LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}
@@ -241,8 +241,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("of_both_dtypes", FEW_OF_BOTH_DTYPES, ALL_OF_BOTH_DTYPES, ()),
     ):
         if name in metafunc.fixturenames:
-            cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
-            metafunc.parametrize(name, tiered(cases, *quick, values=True))
+            metafunc.parametrize(name, tiers.compiled(metafunc.config, few | all_of, *quick, few=few))
 
 
 def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:

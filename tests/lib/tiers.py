@@ -1,10 +1,14 @@
-"""Which cases of a test a plain ``pytest`` runs; the others wait for CI."""
+"""Which cases of a test a plain ``pytest`` runs, which wait for CI, and which for a run of all."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from flash_attn_cute.kernels.features import Features
+from tests.lib.configurations import DESCRIBED
 
 # The files of all tests that a run has collected, among which its option -m then chooses.
 COLLECTED = pytest.StashKey[set[Path]]()
@@ -25,3 +29,45 @@ def tiered(cases: Mapping[str, Any], *quick: str, values: bool = False) -> list[
         pytest.param(case if values else name, id=name, marks=() if name in quick else pytest.mark.slow)
         for name, case in cases.items()
     ]
+
+
+def compiled(
+    config: pytest.Config, cases: Mapping[str, Any], *quick: str, few: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Parameters of a test that compiles kernels: all with ``--all-configurations``, else a covering of few.
+
+    It begins with configurations that are compiled for their schedules, too.
+
+    Args:
+        config: of the run.
+        cases: configurations of kernels, by name.
+        quick: names of those that a plain ``pytest`` compiles.
+        few: those of which CI takes a covering; all by default.
+    """
+    if config.getoption("--all-configurations"):
+        return tiered(cases, *quick, values=True)
+    few, described = few or cases, set(DESCRIBED.values())
+    first = [name for name, c in few.items() if name in quick or c in described]
+    return tiered(covering(few, first), *quick, values=True)
+
+
+def covering(cases: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, Any]:
+    """Few configurations that have all sizes, and all values of each feature, that the given ones have.
+
+    Args:
+        cases: configurations of kernels, by name.
+        first: names of those that are wanted in any case.
+    """
+    facts = {name: _sizes_and_features(c) for name, c in cases.items()}
+    chosen = list(first)
+    missing = set().union(*facts.values()).difference(*(facts[name] for name in chosen))
+    while missing:
+        chosen.append(max(facts, key=lambda name: len(facts[name] & missing)))
+        missing -= facts[chosen[-1]]
+    return {name: c for name, c in cases.items() if name in chosen}
+
+
+def _sizes_and_features(config: Any) -> set[Any]:
+    """A configuration's sizes, and each of its features with its value."""
+    sizes = dataclasses.replace(config, features=Features(), dtype="")
+    return {sizes, *((type(config), feature) for feature in dataclasses.asdict(config.features).items())}
