@@ -1,5 +1,6 @@
 """The arguments of one rank: checks before any message, and the plan that they ask for."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -113,11 +114,14 @@ def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
             f"sharding_k: expected the {len(queries.cu_seqlens) - 1} documents of sharding, "
             f"got {len(keys.cu_seqlens) - 1}"
         )
+    lengths = _lengths_on_host(call, queries, keys)
+    for name, sharding, used in zip(("seqused_q", "seqused_k"), (queries, keys), lengths, strict=True):
+        _check_owned(name, sharding, used, dense=dense)
     return PlanRequest(
         queries,
         None if keys is queries else keys,
         q.shape[0] if dense else 1,
-        *_lengths_on_host(call, queries, keys),
+        *lengths,
         (options.window_left, options.window_right),
         call.method,
         Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
@@ -185,6 +189,21 @@ def _lengths_on_host(
             f"{list(lengths_k or ())}, than of queries, {list(lengths_q or ())}, got the same"
         )
     return lengths_q, lengths_k
+
+
+def _check_owned(name: str, sharding: Sharding, used: tuple[int, ...] | None, *, dense: bool) -> None:
+    """Refuses calls in which rows are real that the sharding has as padding, and so gives to no document."""
+    if sharding.owned is None:
+        return
+    slots = (stop - start for start, stop in itertools.pairwise(sharding.cu_seqlens))
+    owned = sharding.owned * (len(used) if dense and used is not None else 1)
+    for number, (length, most) in enumerate(zip(slots if used is None else used, owned, strict=False)):
+        if length > most:
+            what, got = "entry" if dense else "document", f"all {length}" if used is None else str(length)
+            raise ValueError(
+                f"{name}: expected at most {most} real rows of {what} {number}, as others are padding by the lengths "
+                f"that the sharding was made with, got {got}: make the sharding with these lengths"
+            )
 
 
 def _on_host(name: str, lengths: Lengths, kept: tuple[int, ...] | None) -> tuple[int, ...] | None:

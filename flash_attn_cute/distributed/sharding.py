@@ -3,6 +3,7 @@
 All of this is arithmetic on lengths on the host. No rank has to communicate to know its rows or those of others.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Sharding:
         seqused_q: the real rows of each document, or of each entry of a dense batch, if calls give them by a tensor on
             a GPU: they take these numbers, which ranks plan by, and wait for nothing.
         seqused_k: likewise of keys.
+        owned: how many rows at the start of each document no rank has as padding, and so the most that may be real;
+            None if these are all rows of all documents.
         plans: of attention over this layout, made on first use.
         handle: an int64 on the CPU that stands for this object in compiled programs, which take only tensors.
 
@@ -68,6 +71,7 @@ class Sharding:
     segments: tuple[tuple[Segment, ...], ...]
     seqused_q: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
+    owned: tuple[int, ...] | None = field(init=False, repr=False)
     plans: kept.Store = field(default_factory=dict, init=False, repr=False)
     handle: Tensor = field(init=False, repr=False)
 
@@ -80,17 +84,32 @@ class Sharding:
         for s in sorted(itertools.chain.from_iterable(self.segments), key=lambda s: (s.start, s.stop)):
             if s.start != row:
                 raise ValueError(f"segments: expected every row on one rank, got {s} where row {row} is next")
-            if (
-                s.document >= 0
-                and not self.cu_seqlens[s.document] <= s.start <= s.stop <= self.cu_seqlens[s.document + 1]
-            ):
-                raise ValueError(f"segments: expected rows of one document, got {s}")
+            if not self._is_of_its_document(s):
+                raise ValueError(f"segments: expected rows of one document, or of none (-1), got {s}")
             row = s.stop
         if row != self.total:
             raise ValueError(f"segments: expected {self.total} rows on all ranks together, got {row}")
         for rank, segments in enumerate(self.segments):
             if list(segments) != sorted(segments, key=_order):
                 raise ValueError(f"segments: expected those of rank {rank} in order, rows of no document last")
+        object.__setattr__(self, "owned", self._find_owned())
+
+    def _find_owned(self) -> tuple[int, ...] | None:
+        offsets = self.cu_seqlens
+        slots = [stop - start for start, stop in itertools.pairwise(offsets)]
+        owned = list(slots)
+        for s in itertools.chain.from_iterable(self.segments):
+            if s.document < 0:
+                first = max(bisect.bisect_right(offsets, s.start) - 1, 0)
+                for document in range(first, bisect.bisect_left(offsets, s.stop, hi=len(slots))):
+                    owned[document] = min(owned[document], max(s.start - offsets[document], 0))
+        return None if owned == slots else tuple(owned)
+
+    def _is_of_its_document(self, s: Segment) -> bool:
+        """Whether a segment's document owns its rows; -1 is none, and padding within documents is of none, too."""
+        if not 0 <= s.document < len(self.cu_seqlens) - 1:
+            return s.document == -1
+        return self.cu_seqlens[s.document] <= s.start <= s.stop <= self.cu_seqlens[s.document + 1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, also those that another process gets, have a handle of their own and work out plans anew."""
@@ -129,14 +148,15 @@ class Sharding:
             causal: of the attention whose cost is balanced, as is what follows.
             window_size: (left, right).
             window_sizes: in its place, each (left, right) that some layer has, once; causal holds for all of them.
-            seqused_q: (documents,) the real rows of each; the others count as padding. The sharding keeps them for
+            seqused_q: (documents,) the real rows of each; the others count as padding, unless keys are real there by
+                seqused_k. Calls by which more queries or keys are real are refused. The sharding keeps the lengths for
                 calls that give theirs by a tensor on a GPU.
             cu_seqlens_k: (documents + 1,) offsets of the keys; None: they are of the same rows.
             seqused_k: (documents,) the real keys of each, kept likewise.
             total: the rows, if there is padding behind the last document.
 
         Raises:
-            TypeError: num_ranks or a side of the window is no int.
+            TypeError: num_ranks, total or a side of the window is no int.
             ValueError: num_ranks below 1, offsets that decrease or leave the rows, a length outside its document, or
                 window_sizes that are empty or beside a window_size.
         """
@@ -155,7 +175,9 @@ class Sharding:
                 f"and window_size {window_size}"
             )
         windows = [checked_window(causal, window) for window in window_sizes]
-        rows = balanced_rows(offsets, total, used_q, used_k, windows, num_ranks)
+        is_shared = cu_seqlens_k is None and seqused_k is not None
+        owned = tuple(map(max, used_q, used_k)) if is_shared else used_q
+        rows = balanced_rows(offsets, total, owned, used_k, windows, num_ranks)
         layout = cls(offsets, total, tuple(_tidy(Segment(*r) for r in of_rank) for of_rank in rows))
         return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 
@@ -169,7 +191,7 @@ class Sharding:
             total: the rows, if there is padding behind the last document.
 
         Raises:
-            TypeError: num_ranks is no int.
+            TypeError: num_ranks or total is no int.
             ValueError: num_ranks below 1, or offsets that decrease or leave the rows.
         """
         offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
@@ -448,7 +470,9 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
     offsets = numbers(name, given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
-    rows = offsets[-1] if total is None else total
+    rows = offsets[-1] if total is None else validate.as_int(total)
+    if rows is None:
+        raise TypeError(f"total: expected None or an int, got {total!r}")
     for start, stop in itertools.pairwise((0, *offsets, rows)):
         if start > stop:
             raise ValueError(f"{name}: expected offsets from 0 to {rows} that never decrease, got {stop} after {start}")

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
-from flash_attn_cute.distributed.checked_call import METHODS, PlanRequest, Shape
+from flash_attn_cute.distributed.checked_call import METHODS, PlanRequest, RankCall, Shape, plan_request
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
@@ -378,6 +379,35 @@ def test_a_plan_is_made_once_for_all_layers() -> None:
     del found, request, sharding
     assert gone() is None, "something keeps the layout"
     assert plans() is None
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        ((None, [5, 6]), "seqused_q: expected at most 5 real rows of document 0, .* got all 7: make the sharding with"),
+        (([5, 6], None), "seqused_k: expected at most 5 real rows of document 0, .* got all 7: make the sharding with"),
+        (([5, 6], [5, 8]), "seqused_k: expected at most 7 real rows of document 1, .* got 8: make the sharding with"),
+        (([5, 7], [0, 6]), ""),
+    ],
+)
+def test_rows_that_a_sharding_has_as_padding_are_not_real(used: tuple[Any, Any], message: str) -> None:
+    """They are of no document there: queries came out as zeros, and keys were not seen."""
+    sharding = Sharding.balanced([0, 7, 15], 1, seqused_q=[5, 7], seqused_k=[0, 6])
+    q = torch.randn(15, 2, 8)
+    call = RankCall(q, q, q, None, sharding, None, *used, (), "auto", dense=False)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            plan_request(call, Options(), Place(0, 1, 1))
+    else:
+        assert plan_request(call, Options(), Place(0, 1, 1)).seqused_q == (5, 7)
+
+
+def test_entries_have_no_more_rows_than_a_sharding_has() -> None:
+    sharding = Sharding.balanced([0, 7], 1, seqused_q=[5])
+    q = torch.randn(3, 7, 2, 8)
+    call = RankCall(q, q, q, None, sharding, None, [5, 2, 5], [5, 2, 6], (), "auto", dense=True)
+    with pytest.raises(ValueError, match=r"seqused_k: expected at most 5 real rows of entry 2, .* got 6"):
+        plan_request(call, Options(), Place(0, 1, 1))
 
 
 def test_a_plan_under_a_block_mask_is_another_one() -> None:

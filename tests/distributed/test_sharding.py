@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -213,6 +214,17 @@ def test_blocks_of_a_ring_are_what_other_ranks_need() -> None:
     assert layout.hops() == [1, 0]
 
 
+def test_rows_of_keys_alone_are_no_padding() -> None:
+    """Where keys are of the same rows, a document has those that either of them has."""
+    given: dict[str, Any] = {"seqused_q": [5, 6], "seqused_k": [3, 8]}
+    assert Sharding.balanced([0, 7, 15], 2, causal=True, **given).owned == (5, 8)
+    assert Sharding.balanced([0, 7, 15], 2, cu_seqlens_k=[0, 7, 15], **given).owned == (5, 6)
+    assert Sharding.balanced([0, 7, 15], 2, seqused_q=[7, 8]).owned is None
+    assert Sharding.contiguous([1, 7, 15], 4, total=20).owned is None
+    segments = Segment(0, 0, 2), Segment(1, 4, 5), Segment(-1, 2, 4), Segment(-1, 5, 9)
+    assert Sharding((0, 4, 9), 9, (segments,)).owned == (2, 1)
+
+
 def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
     sharding = Sharding.contiguous([0, 1600], 8)
     layout = Layout.of(sharding, sharding, (1600,), (1600,), (100, 0))
@@ -242,6 +254,15 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             "segments: expected rows of one document",
             lambda: Sharding((0, 2, 4), 4, ((Segment(0, 0, 3), Segment(1, 3, 4)),)),
         ),
+        *(
+            (
+                ValueError,
+                rf"segments: expected rows of one document, or of none \(-1\), got Segment\(document={number}",
+                partial(Sharding, (0, 4), 4, ((Segment(number, 0, 4),),)),
+            )
+            for number in (1, -2)
+        ),
+        (TypeError, "total: expected None or an int, got 4.5", lambda: untyped.balanced([0, 4], 2, total=4.5)),
         (
             ValueError,
             "segments: expected those of rank 0 in order",
