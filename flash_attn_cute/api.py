@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 from torch import Tensor
 
 from flash_attn_cute.calls import torch_modes, validate
-from flash_attn_cute.calls.attend import Result, attend, is_replaced
+from flash_attn_cute.calls.attend import Result, attend, check, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Deterministic as Deterministic
@@ -394,3 +394,32 @@ def flash_attn_varlen_func(
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = AttentionCall(q, k, v, *lengths, learnable_sink, mask, bias, bounds, block_mask, options, backend)
     return attend(call).asked(return_lse)
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor = 0,
+    max_seqlen_k: int | Tensor = 0,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Checks arguments of a dense call, or with cu_seqlens of a packed one, for integrations that compute with them.
+
+    Raises:
+        TypeError: as both functions do.
+        ValueError: likewise.
+    """
+    bounds = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        bounds = (
+            validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
+            validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
+        )
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    check(AttentionCall(q, k, v, *lengths, bounds=bounds, options=validate.check_options(**options)))

@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_attn_cute.api import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import column_sums as own_kernel
 from flash_attn_cute.calls import validate
+from flash_attn_cute.calls.attend import check
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.validate import Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -45,6 +46,9 @@ class Pairs(TypedDict, total=False):
     causal: bool
     window_size: Window
     backend: str | None
+
+
+_OF_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @torch.no_grad()
@@ -102,14 +106,19 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
         ValueError: lse of another shape or device, a softmax_scale of 0; else as ``flash_attn_func`` does.
     """
     _refuse_unknown(pairs)
+    call = _call(q, k, pairs)
+    check(call)
+    if not isinstance(lse, Tensor) or not lse.is_floating_point():
+        got = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
+        raise TypeError(f"lse: expected a floating-point tensor, got {got}")
     scale = _scale(q, pairs)
     if not scale:
         raise ValueError("softmax_scale: expected a number other than 0, got 0")
-    rows = lse.transpose(-1, -2)[..., None]
-    if rows.shape != (*q.shape[:-1], 1) or lse.device != q.device:
+    if lse.shape != (*q.shape[:-3], *q.shape[-2:-4:-1]) or lse.device != q.device:
         expected = f"(..., nheads, queries) of q, {tuple(q.shape)} on {q.device}"
         raise ValueError(f"lse: expected {expected}, got {tuple(lse.shape)} on {lse.device}")
-    sums = own_kernel.column_sums(_call(q, k, pairs), lse)
+    sums = own_kernel.column_sums(call, lse)
+    rows = lse.transpose(-1, -2)[..., None]
     return _sums_of_turned(q, k, rows, scale, pairs) if sums is None else sums
 
 
@@ -156,10 +165,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> t
 
 
 def _refuse_unknown(pairs: Pairs) -> None:
-    """Raises TypeError for an argument that is not of ``Pairs``."""
+    """Raises TypeError for an argument that is not of ``Pairs``, or some of the first four without the others."""
     unknown = pairs.keys() - Pairs.__annotations__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))}: not among the arguments of score statistics")
+    missing = [name for name in _OF_PACKED if name not in pairs]
+    if 0 < len(missing) < len(_OF_PACKED):
+        raise TypeError(f"{', '.join(missing)}: expected, as {', '.join(_OF_PACKED)} go together, got no such argument")
 
 
 def _of_other_side(name: str) -> str:

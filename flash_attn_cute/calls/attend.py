@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from flash_attn_cute.calls import lowering, nested, ops
+from flash_attn_cute.calls import lowering, nested, ops, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare, recalled, remember
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
@@ -57,6 +57,16 @@ def attend(call: AttentionCall) -> Results:
         remember(call, plan)
     results = ops.attention(inputs, plan, watched)
     return results if lowered is None else lowered.unpacked(results)
+
+
+def check(call: AttentionCall) -> None:
+    """Checks the tensors of a call ahead of it, for those who compute with them first.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, strides or device.
+    """
+    validate.check(autocast(call) if is_any_autocast_enabled() else call)
 
 
 def is_replaced() -> bool:

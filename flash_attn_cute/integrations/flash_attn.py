@@ -96,7 +96,7 @@ def flash_attn_func(
     if alibi_slopes is None:
         result = attend(q, k, v, causal=causal, window_size=window_size, return_lse=return_attn_probs)
     else:
-        check_tensors(q=q, k=k, alibi_slopes=alibi_slopes)
+        api.check_arguments(q, k, v, causal=causal, window_size=window_size, return_lse=return_attn_probs)
         slopes = _check_slopes(alibi_slopes, q, batch=q.shape[0])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         diagonal = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)
@@ -232,11 +232,13 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
     )  # and q, k, v, which autocast may change
+    options: Any = {"causal": causal, "window_size": window_size, "return_lse": return_attn_probs}
     if alibi_slopes is None:
-        options: Any = {"causal": causal, "window_size": window_size, "return_lse": return_attn_probs}
         result = attend(q, k, v, seqused_q=seqused_q, **options)
     else:
-        check_tensors(q=q, k=k, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        used: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        api.check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **used, **options)
         slopes = _check_slopes(alibi_slopes, q, batch=None)
         lengths_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
         lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -340,6 +342,7 @@ def _check_packed(name: str, x: Tensor, shape: str, size: int) -> None:
 
 def _check_slopes(slopes: Tensor, q: Tensor, batch: int | None) -> Tensor:
     """The slopes as a checked tensor of one dimension (heads) or, in a dense batch, of one or two."""
+    check_tensors(alibi_slopes=slopes)
     if not slopes.is_floating_point():
         raise TypeError(f"alibi_slopes: expected a floating-point dtype, got {slopes.dtype}")
     if slopes.device != q.device:
@@ -383,8 +386,6 @@ def _with_alibi(
         with torch.autocast(kind, enabled=False):
             settings = (causal, window_size, return_lse)
             return _with_alibi(attend, qkv, slopes, diagonal, columns, seqused_q, fewer, *settings)
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size: expected a pair (left, right), got {window_size!r}")
     left, right = window_size[0], 0 if causal else window_size[1]
     slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
     bias = slopes[..., None, None] * torch.arange(columns, device=q.device)

@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
         window = (None, 0)
     if attn_mask is not None and attn_mask.ndim > 3 and len(batch) != 1:
         same = all(size == 1 for size in attn_mask.shape[:-3])
-        attn_mask = attn_mask.reshape(attn_mask.shape[-3:]) if same else _one_batch(attn_mask, batch)
+        attn_mask = attn_mask.reshape(attn_mask.shape[-3:]) if same else _mask_of_one_batch(attn_mask, batch)
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
     out: Tensor = api.flash_attn_func(
         q,
@@ -133,6 +133,17 @@ def _batch(query: Tensor, key: Tensor, value: Tensor) -> Sequence[int]:
     except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"key, value: expected batch dimensions that broadcast with query's, got {shapes}") from None
+
+
+def _mask_of_one_batch(attn_mask: Tensor, batch: Sequence[int]) -> Tensor:
+    """A mask that differs between batch entries, expanded over those dimensions, as one."""
+    of_mask = attn_mask.shape[:-3]
+    sizes = (1,) * (len(batch) - len(of_mask)) + of_mask
+    if len(sizes) != len(batch) or any(x not in (1, y) for x, y in zip(sizes, batch, strict=True)):
+        raise ValueError(
+            f"attn_mask: expected batch dimensions that broadcast to {tuple(batch)}, got shape {tuple(attn_mask.shape)}"
+        )
+    return _one_batch(attn_mask, batch)
 
 
 def _one_batch(x: Tensor, batch: Sequence[int]) -> Tensor:

@@ -91,6 +91,9 @@ def thd_attention(
         "cu_seqlens_kv_padded": cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
     }
     check_tensors(query_layer=query_layer, key_layer=key_layer, value_layer=value_layer, **offsets)
+    for name, x in (("query_layer", query_layer), ("key_layer", key_layer), ("value_layer", value_layer)):
+        if x.ndim != 3:
+            raise ValueError(f"{name}: expected shape (rows, heads, d), got shape {tuple(x.shape)}")
     for name, x in offsets.items():
         if x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x):
             raise ValueError(f"{name}: expected shape (batch + 1,), that of cu_seqlens_q, got shape {tuple(x.shape)}")

@@ -70,7 +70,12 @@ def varlen_attn(
         raise ValueError(
             f"block_table: expected None, paged keys and values are not supported, got {type(block_table).__name__}"
         )
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux: expected None or an object with a bool lse, got {return_aux!r}")
     check_tensors(query=query, key=key)
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim != 3:
+            raise ValueError(f"{name}: expected shape (rows, heads, d), got shape {tuple(x.shape)}")
     if not enable_gqa and query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"key: expected the {query.shape[-2]} heads of query (fewer need enable_gqa=True), got {key.shape[-2]}"

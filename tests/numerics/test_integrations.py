@@ -381,8 +381,40 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
     ),
     (
         lambda a: fa.flash_attn_func(a.q, a.k, a.v, window_size=3, alibi_slopes=a.slopes),
+        TypeError,
+        "window_size: expected a pair (left, right), each an int or None, got 3",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, window_size=(1, 2.5), alibi_slopes=a.slopes),
+        TypeError,
+        "window_size: expected a pair (left, right), each an int or None, got (1, 2.5)",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k[0, 0, 0], a.v, alibi_slopes=a.slopes),
         ValueError,
-        "window_size: expected a pair (left, right), got 3",
+        "k: expected shape (batch, seqlen_k, nheads_k, d), got shape (8,)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu[None], 6, alibi_slopes=a.slopes),
+        ValueError,
+        "cu_seqlens_q: expected shape (batch + 1,), got shape (1, 3)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu.to("meta"), 6, alibi_slopes=a.slopes),
+        ValueError,
+        "cu_seqlens_q: expected the device of q, cpu, got meta",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu, None, alibi_slopes=a.slopes),
+        TypeError,
+        "max_seqlen_q: expected an int or a 0-d tensor, got None",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_func(
+            *a.packed.unbind(1), a.cu, a.cu, 6, 6, alibi_slopes=a.slopes, seqused_k=[1, 2]
+        ),
+        TypeError,
+        "seqused_k: expected a torch.Tensor, got list",
     ),
     (lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, dropout_p=0.1), ValueError, "dropout_p: expected 0.0"),
     (
@@ -411,6 +443,21 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         "key, value: expected batch dimensions that broadcast with query's, got (2, 6, 4, 8), (3, 6, 4, 8), ",
     ),
     (
+        lambda a: dot.scaled_dot_product_attention(a.q[None], a.k[None], a.v[None], torch.zeros(1, 3, 1, 4, 4)),
+        ValueError,
+        "attn_mask: expected batch dimensions that broadcast to (1, 2), got shape (1, 3, 1, 4, 4)",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(a.one, a.packed[:, 1], a.packed[:, 2], a.cu, a.cu, 6, 6),
+        ValueError,
+        "query: expected shape (rows, heads, d), got shape",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(*a.packed.unbind(1), a.cu, a.cu, 6, 6, return_aux=True),
+        TypeError,
+        "return_aux: expected None or an object with a bool lse, got True",
+    ),
+    (
         lambda a: packed_attn.varlen_attn(a.packed[:, 0], a.packed[:, 1, :2], a.packed[:, 2, :2], a.cu, a.cu, 6, 6),
         ValueError,
         "key: expected the 4 heads of query (fewer need enable_gqa=True), got 2",
@@ -420,6 +467,11 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         lambda a: te.thd_attention(*a.packed.unbind(1), [0, 4, 10], [0, 4, 10]),
         TypeError,
         "cu_seqlens_q: expected a torch.Tensor, got list",
+    ),
+    (
+        lambda a: te.thd_attention(a.one, *a.packed.unbind(1)[1:], a.cu, a.cu.clone()),
+        ValueError,
+        "query_layer: expected shape (rows, heads, d), got shape",
     ),
     (lambda a: te.thd_attention(None, a.q, a.q, a.cu, a.cu), TypeError, "query_layer: expected a torch.Tensor, got"),
     (

@@ -147,6 +147,18 @@ def test_what_is_refused() -> None:
         column_sums(q, q, lse.mT)
     with pytest.raises(ValueError, match=expected + r"\(1, 2, 5\) on meta"):
         column_sums(q, q, lse.to("meta"))
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    for function in (
+        lambda **given: row_entropy(q[0], q[0], **given),
+        lambda **given: column_sums(q[0], q[0], lse[0], **given),
+    ):
+        with pytest.raises(TypeError, match="cu_seqlens_k, max_seqlen_q, max_seqlen_k: expected, as cu_seqlens_q, "):
+            function(cu_seqlens_q=offsets)
+    for wrong, got in (([1.0], "list"), (lse.int(), "torch.int32")):
+        with pytest.raises(TypeError, match=f"lse: expected a floating-point tensor, got {got}"):
+            column_sums(q, q, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"q: expected shape \(batch, seqlen_q, nheads, d\), got shape \(2, 8\)"):
+        column_sums(q[0, 0], q, lse)
 
 
 def test_scores_of_any_size() -> None:
