@@ -36,7 +36,7 @@ hypothesis.settings.register_profile("another seed", hypothesis.settings.get_pro
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=0.3, help="how long to draw random calls a configuration")
     parser.addoption("--fuzz-seed", type=int, default=0, help="what random calls are drawn from; 0 draws the same ever")
-    parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
+    parser.addoption("--all-configurations", action="store_true", help="all that compiles, and rare calls")
     parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in kernels, not some")
     parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
@@ -61,11 +61,15 @@ FOLDERS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their folder and notes down the files of all, before the option ``-m`` chooses among tests.
+    """Marks tests by their folder and notes down the files of all, before options choose among tests.
 
     Folders of many short tests come last, so that workers end together: the longest test of all is in numerics.
     """
     config.stash[tiers.COLLECTED] = {item.path for item in items}
+    if not config.getoption("--all-configurations"):
+        rare = [item for item in items if item.get_closest_marker("rare")]
+        config.hook.pytest_deselected(items=rare)
+        items[:] = [item for item in items if item not in set(rare)]
     items.sort(key=lambda item: FOLDERS.get(item.path.parent.name) in ("compiles", "interprets", "lab"))
     for item in items:
         if item.path.parent.name in FOLDERS:

@@ -48,7 +48,10 @@ def through_lse(case: str, number: int) -> bool:
     return number % 2 == (0 if re.search("everything|grouped|left|d8|d40", case) else 1)
 
 
-@pytest.mark.parametrize("case", tiered(CASES, "d64-everything", "d256-grouped"))
+RARE = "d128-causal", "d128-packed", "d256-packed", "d64-packed-grouped", "d40-dv24"
+
+
+@pytest.mark.parametrize("case", tiered(CASES, "d64-everything", "d256-grouped", rare=RARE))
 def test_backward(case: str, fuzz_seconds: float) -> None:
     """Sequences around tile edges, under schedules drawn at random: two CTAs, which wait for each other's turns."""
     lengths_q, lengths_k, options = CASES[case]
@@ -100,7 +103,11 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(PAIRS, "grouped-causal", "d256"))
+RARE_PAIRS = ["packed-float16", "left", "d192-dv128-window", "d192-dv128-causal", "d192-dv128-packed"]
+RARE_PAIRS += ["d256-window", "d256-left", "d256-packed", "d176-everything"]
+
+
+@pytest.mark.parametrize("case", tiered(PAIRS, "grouped-causal", "d256", rare=RARE_PAIRS))
 def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
     """Two pairs of CTAs: keys of a tile's second CTA may be none, and blocks of queries may have none for it."""
     lengths_q, lengths_k, options = PAIRS[case]
@@ -136,10 +143,10 @@ def test_kernels_of_a_b300() -> None:
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
-        ([65, 0, 20], [130, 17, 5], False, {"head_dim": 72, "nheads": 3}),
+        pytest.param([65, 0, 20], [130, 17, 5], False, {"head_dim": 72, "nheads": 3}, marks=pytest.mark.rare),
         ([300, 5], [100, 30], False, {"head_dim": 64}),  # the second's are written first
         ([70], [90], False, {"head_dim": 256, "head_dim_v": 200, "packed": False}),
-        ([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}),
+        pytest.param([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}, marks=pytest.mark.rare),
         ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 128}),
         ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 176}),
     ],

@@ -57,8 +57,7 @@ OWN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize("case", tiered(OWN, rare=["d64-causal-sliced"]))
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = OWN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -86,8 +85,7 @@ GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", GIVEN)
+@pytest.mark.parametrize("case", tiered(GIVEN, rare=["d64-grouped"]))
 def test_given_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = GIVEN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -113,8 +111,7 @@ MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("case", tiered(MASKED, rare=["d64-packed"]))
 def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, runs_both = MASKED[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -145,7 +142,7 @@ SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries"))
+@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=["d64-padded-batch"]))
 def test_shared_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, num_sms = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):

@@ -41,8 +41,7 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BLOCK_MASKS)
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-packed"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]

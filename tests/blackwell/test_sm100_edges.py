@@ -14,10 +14,10 @@ from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
 from tests.lib.edge_calls import EDGES
 from tests.lib.interpreted import backward, forward
+from tests.lib.tiers import tiered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", tiered(EDGES, rare=["rising-in-a-block"]))
 def test_edges(name: str) -> None:
     call = EDGES[name](dtype=torch.float16)
     forward.check(call, random.Random(name))

@@ -24,8 +24,7 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BLOCK_MASKS)
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-window"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or none."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]

@@ -11,6 +11,7 @@ from tests.lib.checks import drawn, random_call
 from tests.lib.interpreted.common import EVERYTHING
 from tests.lib.interpreted.forward import check
 from tests.lib.masks import random_mask
+from tests.lib.tiers import tiered
 
 # Lengths of q and k, whether pairs of CTAs compute it, and options.
 CASES: dict[str, tuple[list[int], list[int], bool, dict[str, Any]]] = {
@@ -26,8 +27,7 @@ CASES: dict[str, tuple[list[int], list[int], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, rare=["d64-causal", "d128-padding"]))
 def test_max_logits(case: str, fuzz_seconds: float) -> None:
     """Beside other features, and the other results with them."""
     lengths_q, lengths_k, by_pairs, options = CASES[case]

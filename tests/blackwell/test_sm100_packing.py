@@ -11,6 +11,7 @@ from tests.lib.interpreted import forward
 from tests.lib.interpreted.common import B200
 from tests.lib.interpreted.documents import differing
 from tests.lib.packings import Case, Document, Options, batch, document, packing
+from tests.lib.tiers import tiered
 
 CAUSAL: Options = {"causal": True}
 CASES: dict[str, tuple[Case, list[int]]] = {
@@ -32,8 +33,7 @@ def drawn(case: Case, lengths: list[int]) -> list[Document]:
     return [document(random.Random(0), case, "cpu", torch.bfloat16, (n, n)) for n in lengths]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, rare=["d64-causal"]))
 def test_packed_anywhere(name: str) -> None:
     """Both passes, of documents behind others that have lengths of their own."""
     case, lengths = CASES[name]

@@ -58,14 +58,17 @@ def check(call: Call, seed: int, lagging: interpreter.Lagging | None = None) -> 
     assert (found[true == 0] == 0).all()
 
 
-@pytest.mark.parametrize("options", tiered(CASES, "d64-causal", values=True))
+RARE = "d128-window", "more-queries", "keys-of-no-query"
+
+
+@pytest.mark.parametrize("options", tiered(CASES, "d64-causal", rare=RARE, values=True))
 def test_sums(options: dict[str, Any]) -> None:
     check(drawn(options, 0), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", ["warpgroups", "loads", 1])  # warp 1 loads lse
-@pytest.mark.parametrize("name", ["d64-causal", "d256", "packed"])
+@pytest.mark.parametrize("name", [pytest.param("d64-causal", marks=pytest.mark.rare), "d256", "packed"])
 def test_schedules(name: str, slow: str | int) -> None:
     check(drawn(CASES[name], 1), 1, frozenset({slow}))
 

@@ -68,7 +68,10 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
     return random_selection(random_call(*lengths, **given), rng, block, top), rng
 
 
-@pytest.mark.parametrize("options", tiered(CASES, *QUICK, values=True))
+RARE = "packed-window", "softcap", "blocks-of-40", "wide-blocks-of-128", "blocks-of-192"
+
+
+@pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=RARE, values=True))
 def test_forward(options: dict[str, Any]) -> None:
     check(*drawn(options, 0))
 
@@ -78,8 +81,7 @@ WITH_MAX_LOGITS = ["blocks-of-128", "packed", "packed-window", "no-keys"]
 WITH_MAX_LOGITS += ["wide-blocks-of-128", "wide-v", "wide-key-bits", "packed-blocks-of-4"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_MAX_LOGITS)
+@pytest.mark.parametrize("name", tiered(dict.fromkeys(WITH_MAX_LOGITS), rare=["packed-window", "wide-v"]))
 def test_max_logits(name: str) -> None:
     """The largest logits of visible keys alone; out and lse have the bits that they have without them."""
     call, rng = drawn(CASES[name], 0)
@@ -108,7 +110,10 @@ def test_late_engines_of_key_bits(late: str) -> None:
 OF_OUT_ALONE = {"group-of-16", "wide", "wide-blocks-of-128", "blocks-of-1"}
 
 
-@pytest.mark.parametrize("case", tiered(CASES, *QUICK))
+RARE_GRADIENTS = "one-head", "softcap", "packed-window", "blocks-of-100", "wide-blocks-of-128", "blocks-of-192"
+
+
+@pytest.mark.parametrize("case", tiered(CASES, *QUICK, rare=RARE_GRADIENTS))
 def test_gradients(case: str) -> None:
     check_gradients(*drawn(CASES[case], 0), through_lse=case not in OF_OUT_ALONE)
 

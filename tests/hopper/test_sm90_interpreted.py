@@ -116,8 +116,7 @@ def test_a_row_of_a_bias_that_is_the_lowest_number(softmax_scale: float) -> None
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", MAX_LOGITS.values(), ids=MAX_LOGITS)
+@pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["negative-scale"], values=True))
 def test_max_logits(options: dict[str, Any]) -> None:
     """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)
@@ -128,8 +127,7 @@ def test_max_logits(options: dict[str, Any]) -> None:
     forward.check(call, random.Random(0), capability=H100, max_logits=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", BACKWARD.values(), ids=BACKWARD)
+@pytest.mark.parametrize("options", tiered(BACKWARD, rare=["d64-bias-of-heads"], values=True))
 def test_backward(options: dict[str, Any]) -> None:
     call = drawn([130], [200], **options)
     backward.check(call, backward.Interpreted(random.Random(0), capability=H100), through_lse=True)

@@ -8,6 +8,7 @@ import torch
 from tests.lib.interpreted.common import H100
 from tests.lib.interpreted.documents import differing
 from tests.lib.packings import Case, Options, batch, document, packing
+from tests.lib.tiers import tiered
 
 CAUSAL: Options = {"causal": True}
 CAPPED: Options = {"window_size": (60, 0), "softcap": 8.0}
@@ -22,8 +23,7 @@ CASES: dict[str, tuple[Case, list[tuple[int, int]]]] = {
 PLAINLY = "softcap, grouped"  # alone without padding, by kernels of their own
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, rare=["mask of one query"]))
 def test_packed_anywhere(name: str) -> None:
     case, lengths = CASES[name]
     documents = [document(random.Random(0), case, "cpu", torch.bfloat16, pair) for pair in lengths]
@@ -45,7 +45,7 @@ def test_documents_without_queries_or_keys(dims: tuple[int, int], heard: int | N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.rare)])
 def test_entries_of_a_dense_causal_batch(d: int) -> None:
     """Entries have the bits of packed documents if invariant; else the last heads sum the other way round."""
     documents = [document(random.Random(0), Case((1, 1), (d, d), {}), "cpu", torch.bfloat16, (300, 300))] * 2

@@ -1,7 +1,7 @@
 """Which cases of a test a plain ``pytest`` runs, which wait for CI, and which for a run of all."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,24 @@ from tests.lib.configurations import DESCRIBED
 COLLECTED = pytest.StashKey[set[Path]]()
 
 
-def tiered(cases: Mapping[str, Any], *quick: str, values: bool = False) -> list[Any]:
+RARE = pytest.mark.slow, pytest.mark.rare
+
+
+def tiered(cases: Mapping[str, Any], *quick: str, rare: Collection[str] = (), values: bool = False) -> list[Any]:
     """Parameters of a test; all but the quick ones are marked ``slow``.
 
     Args:
         cases: cases by name.
         quick: names of the cases that a plain ``pytest`` runs.
+        rare: names of those that CI does not run either, as it has each of their features, and each of their edges, in
+            another case.
         values: the test gets the cases themselves, not their names.
     """
-    unknown = set(quick) - cases.keys()
+    unknown = {*quick, *rare} - cases.keys()
     if unknown:
-        raise ValueError(f"quick: expected names of cases, got {sorted(unknown)}")
-    return [
-        pytest.param(case if values else name, id=name, marks=() if name in quick else pytest.mark.slow)
-        for name, case in cases.items()
-    ]
+        raise ValueError(f"quick, rare: expected names of cases, got {sorted(unknown)}")
+    marks = dict.fromkeys(cases, (pytest.mark.slow,)) | dict.fromkeys(rare, RARE) | dict.fromkeys(quick, ())
+    return [pytest.param(case if values else name, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def compiled(
