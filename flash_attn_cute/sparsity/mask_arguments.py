@@ -28,11 +28,15 @@ def check_flags(name: str, x: Any, last: str) -> Tensor:
 
 def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
     """Checks the lengths of a mask."""
-    for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if not is_int(length):
-            raise TypeError(f"{name}: expected an int, got {length!r}")
-        if not 0 <= length <= _MAX_LENGTH:
-            raise ValueError(f"{name}: expected 0 to {_MAX_LENGTH}, got {length}")
+    _check_length("seqlen_q", seqlen_q)
+    _check_length("seqlen_k", seqlen_k)
+
+
+def _check_length(name: str, length: int) -> None:
+    if not is_int(length):
+        raise TypeError(f"{name}: expected an int, got {length!r}")
+    if not 0 <= length <= _MAX_LENGTH:
+        raise ValueError(f"{name}: expected 0 to {_MAX_LENGTH}, got {length}")
 
 
 def check_side(name: str, side: int | None) -> int | None:
@@ -139,8 +143,8 @@ def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
 def check_blocks(name: str, length: int | None, blocks: int, size: int) -> int:
     """Checks that a length makes ``blocks`` blocks; returns it, or for None the length of whole blocks."""
     if length is None:
-        return blocks * size
-    check_lengths(length, length)
+        length = blocks * size
+    _check_length(name, length)
     if -(-length // size) != blocks:
         raise ValueError(f"{name}: expected a length of {blocks} blocks of {size}, got {length}")
     return length

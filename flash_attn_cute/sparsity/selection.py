@@ -36,6 +36,8 @@ class Selection(PerHead):
             raise TypeError(f"block: expected an int, got {block!r}")
         if block < 1:
             raise ValueError(f"block: expected at least 1, got {block}")
+        if block >= 2**31:
+            raise ValueError(f"block: expected fewer than 2^31 keys, got {block}")
         if indices.ndim == 3:
             indices = indices.transpose(0, 1)[None]
         mask_arguments.check_lengths(indices.shape[2], seqlen_k)

@@ -583,6 +583,12 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
         ),
         (lambda: BlockMask.from_blocks(MAP, (1, 2, 3)), TypeError, "block: expected an int or a pair of them"),  # type: ignore[arg-type]
         (lambda: BlockMask.from_blocks(MAP, 0), ValueError, "block: expected at least 1, got 0"),
+        (lambda: BlockMask.from_blocks(MAP, seqlen_k=-1), ValueError, "seqlen_k: expected 0 to 2147483647, got -1"),
+        (
+            lambda: BlockMask.from_blocks(MAP, (1, 2**30)),
+            ValueError,
+            f"seqlen_k: expected 0 to 2147483647, got {3 * 2**30}",
+        ),
         (
             lambda: BlockMask.from_blocks(MAP, seqlen_k=256),
             ValueError,

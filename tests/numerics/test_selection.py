@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -248,6 +249,14 @@ def made(**options: Any) -> BlockMask:
     return BlockMask.from_selection(**given | options)
 
 
+def test_blocks_may_be_longer_than_sequences() -> None:
+    """A block of any size takes no more memory than its keys."""
+    offsets = torch.tensor([0, 5, 5, 17], dtype=torch.int32)
+    call = replace(random_call([17], causal=True), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    indices = torch.randint(-1, 2, (17, 1, 2))
+    assert_matches_oracle(with_selection(call, indices, 2**31 - 1), through_lse=True)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -256,6 +265,7 @@ def made(**options: Any) -> BlockMask:
         (lambda: made(indices=INDICES[0, 0]), ValueError, "indices: expected shape (batch, heads, seqlen_q, top) or"),
         (lambda: made(block=(4, 4)), TypeError, "block: expected an int, got (4, 4)"),
         (lambda: made(block=0), ValueError, "block: expected at least 1, got 0"),
+        (lambda: made(block=2**31), ValueError, "block: expected fewer than 2^31 keys, got 2147483648"),
         (lambda: made(seqlen_k=6.0), TypeError, "seqlen_k: expected an int, got 6.0"),
         (lambda: made(seqlen_k=-1), ValueError, "seqlen_k: expected 0 to 2147483647, got -1"),
         (

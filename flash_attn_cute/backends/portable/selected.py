@@ -120,7 +120,8 @@ def _split_heads(tile: Tile) -> Iterator[_Head]:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """Rows (keys, d) as blocks (blocks + 1, block, d), zeros behind the last row."""
+    """Rows (keys, d) as blocks (blocks + 1, block, d), zeros behind the last row; a longer block ends with the keys."""
+    block = min(block, len(x))
     missing = -len(x) % block
     return torch.nn.functional.pad(operand(x), (0, 0, 0, missing + block)).unflatten(0, (-1, block))
 
