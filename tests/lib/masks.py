@@ -333,3 +333,15 @@ def assert_selections_are_captured(backend: str, block: int = 64) -> None:
         indices.random_(-1, 8)
         graph.replay()
         assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))
+
+
+def equal_tables(*masks: BlockMask) -> bool:
+    """Whether rows and columns are equal."""
+    first, *others = map(tables_of, masks)
+    return all(are_equal(first, other) for other in others)
+
+
+def are_equal(one: BlockTables, other: BlockTables) -> bool:
+    """Whether all tables are equal, and the same ones are there."""
+    pairs = zip(one.flat(), other.flat(), strict=True)
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)

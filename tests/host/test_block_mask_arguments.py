@@ -1,0 +1,200 @@
+"""Arguments that constructors of block masks refuse, and what they say."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import BlockMask
+
+INDICES = torch.zeros(1, 1, 2, 1, dtype=torch.int64)
+IDS = torch.zeros(5, dtype=torch.int32)
+MAP = torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: BlockMask.causal(2.0, 3), TypeError, "seqlen_q: expected an int, got 2.0"),  # type: ignore[arg-type]
+        (lambda: BlockMask.causal(2, -3), ValueError, "seqlen_k: expected 0 to 2147483647, got -3"),
+        (lambda: BlockMask.window(2, 3, left=1.5), TypeError, "left: expected None or an int, got 1.5"),  # type: ignore[arg-type]
+        (lambda: BlockMask.documents(), ValueError, "ids: expected either ids or cu_seqlens, got neither"),
+        (lambda: BlockMask.documents(IDS, cu_seqlens=IDS), ValueError, "either ids or cu_seqlens, got both"),
+        (lambda: BlockMask.documents(IDS.float()), TypeError, "ids: expected int32 or int64, got torch.float32"),
+        (lambda: BlockMask.documents([1]), TypeError, "ids: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+        (
+            lambda: BlockMask.documents(IDS[None, None]),
+            ValueError,
+            "ids: expected shape (seqlen_q,) or (batch, seqlen_q)",
+        ),
+        (
+            lambda: BlockMask.documents(IDS[None], IDS.expand(2, 5)),
+            ValueError,
+            "ids_k: expected the batch size of ids, 1",
+        ),
+        (lambda: BlockMask.documents(IDS, IDS.to("meta")), ValueError, "ids_k: expected the device cpu, got meta"),
+        (
+            lambda: BlockMask.documents(cu_seqlens=IDS),
+            TypeError,
+            "seqlen_q: expected an int beside cu_seqlens, got None",
+        ),
+        (
+            lambda: BlockMask.documents(cu_seqlens=IDS[:0], seqlen_q=1),
+            ValueError,
+            "cu_seqlens: expected shape (documents",
+        ),
+        (
+            lambda: BlockMask.documents(cu_seqlens=IDS, cu_seqlens_k=IDS[1:], seqlen_q=1),
+            ValueError,
+            "cu_seqlens_k: expected shape (5,), got (4,)",
+        ),
+        (lambda: BlockMask.prefix_lm(3, 3, 1.0), TypeError, "length: expected an int or a tensor, got 1.0"),  # type: ignore[arg-type]
+        (lambda: BlockMask.prefix_lm(3, 3, IDS[None]), ValueError, "length: expected shape (batch,), got shape (1, 5)"),
+        (lambda: BlockMask.dilated(3, 3, 2.0), TypeError, "step: expected an int, got 2.0"),  # type: ignore[arg-type]
+        (lambda: BlockMask.dilated(3, 3, 0), ValueError, "step: expected at least 1, got 0"),
+        (lambda: BlockMask.from_blocks(MAP.int()), TypeError, "visible: expected a bool tensor, got torch.int32"),
+        (
+            lambda: BlockMask.from_blocks(MAP[0]),
+            ValueError,
+            "visible: expected shape ([[batch,] heads,] blocks_q, blocks_k)",
+        ),
+        (lambda: BlockMask.from_blocks(MAP, (1, 2, 3)), TypeError, "block: expected an int or a pair of them"),  # type: ignore[arg-type]
+        (lambda: BlockMask.from_blocks(MAP, 0), ValueError, "block: expected at least 1, got 0"),
+        (lambda: BlockMask.from_blocks(MAP, seqlen_k=-1), ValueError, "seqlen_k: expected 0 to 2147483647, got -1"),
+        (
+            lambda: BlockMask.from_blocks(MAP, (1, 2**30)),
+            ValueError,
+            f"seqlen_k: expected 0 to 2147483647, got {3 * 2**30}",
+        ),
+        (
+            lambda: BlockMask.from_blocks(MAP, seqlen_k=256),
+            ValueError,
+            "seqlen_k: expected a length of 3 blocks of 128, got 256",
+        ),
+        (
+            lambda: BlockMask.from_indices(MAP, seqlen_k=9),
+            TypeError,
+            "indices: expected int32 or int64, got torch.bool",
+        ),
+        (
+            lambda: BlockMask.from_indices(INDICES[0], seqlen_k=9),
+            ValueError,
+            "indices: expected shape (batch, heads, blocks_q, width)",
+        ),
+        (
+            lambda: BlockMask.from_indices(INDICES, block=96, seqlen_k=9),
+            ValueError,
+            "block: expected 64 or multiples of 128",
+        ),
+        (
+            lambda: BlockMask.from_indices(INDICES, INDICES[..., 0, 0], seqlen_k=9),
+            ValueError,
+            "counts: expected shape (batch, heads",
+        ),
+        (
+            lambda: BlockMask.from_indices(INDICES, INDICES[:, :, :1, 0], seqlen_k=9),
+            ValueError,
+            "counts: expected shape (1, 1, 2)",
+        ),
+        (lambda: BlockMask.from_function(3, 3, 3), TypeError, "mask_mod: expected a function of"),  # type: ignore[arg-type]
+        (
+            lambda: BlockMask.from_function(lambda b, h, q, k: q >= k, 3, 3, heads=0),
+            ValueError,
+            "heads: expected None or at least 1, got 0",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda b, h, q, k: q >= k, 3, 3, batch=1.0),  # type: ignore[arg-type]
+            TypeError,
+            "batch: expected None or an int, got 1.0",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda b, h, q, k: q - k, 3, 3).build(),
+            TypeError,
+            "mask_mod: expected a function that gives a bool, got torch.int64",
+        ),
+        (lambda: BlockMask.from_dense(MAP.float()), TypeError, "mask: expected a bool tensor, got torch.float32"),
+        (
+            lambda: BlockMask.from_dense(MAP[0]),
+            ValueError,
+            "mask: expected shape ([[batch,] heads,] seqlen_q, seqlen_k)",
+        ),
+        (
+            lambda: BlockMask.from_flex(MAP),  # type: ignore[arg-type]
+            TypeError,
+            "mask: expected FlexAttention's BlockMask, got Tensor",
+        ),
+        (
+            lambda: BlockMask.causal(3, 4) & BlockMask.causal(3, 5),
+            ValueError,
+            "&: expected masks of sizes that fit, 3 x 4, got 3 x 5",
+        ),
+        (
+            lambda: BlockMask.from_dense(MAP.expand(2, 1, 2, 3)) | BlockMask.from_dense(MAP.expand(3, 1, 2, 3)),
+            ValueError,
+            "|: expected masks of sizes that fit, 2 x 3 of 2 batch entries, got 2 x 3 of 3 batch entries",
+        ),
+        (
+            lambda: BlockMask.from_dense(MAP) & BlockMask.from_dense(MAP.to("meta")),
+            ValueError,
+            "&: expected masks of one device, cpu, got meta",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).build(),
+            ValueError,
+            "device: expected one, as the mask has no tensors, got None",
+        ),
+        (
+            lambda: BlockMask.from_dense(MAP).build("meta"),
+            ValueError,
+            "device: expected that of the mask, cpu, got meta",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).with_order("fast"),
+            ValueError,
+            "order: expected one of ['auto', 'default', 'spt'",
+        ),
+        (lambda: BlockMask.causal(3, 3).with_order(3), TypeError, "order: expected one of"),  # type: ignore[arg-type]
+        (
+            lambda: BlockMask.causal(3, 3).with_order(torch.zeros(1)),
+            TypeError,
+            "order: expected dtype torch.int32 or torch.int64",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).with_order(torch.tensor([1])),
+            ValueError,
+            "order: expected permutations of 0 .. 0, got [1]",
+        ),
+        (
+            lambda: BlockMask.causal(3, 300).with_order(torch.tensor([1, 1, 2])),
+            ValueError,
+            "order: expected permutations of 0 .. 2",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).with_order(torch.zeros(2, 1).int()),
+            ValueError,
+            "order: expected a shape that broadcasts to (1, 1, 1), got (2, 1)",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).with_order(torch.tensor(0)),
+            ValueError,
+            "order: expected a shape that broadcasts",
+        ),
+        (
+            lambda: BlockMask.causal(3, 3).with_order("spt", group=2),
+            ValueError,
+            "group: expected a divisor of the mask's 1 heads",
+        ),
+        (lambda: BlockMask.causal(3, 3).with_order("spt", group=1.0), TypeError, "group: expected an int, got 1.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_only_masks_combine() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        BlockMask.causal(3, 3) & MAP  # type: ignore[operator]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        BlockMask.causal(3, 3) | 1  # type: ignore[operator]
