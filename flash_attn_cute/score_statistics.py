@@ -129,7 +129,7 @@ def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pai
     factor = math.copysign(2.0 ** math.ceil(-math.log2(abs(scale))), scale)
     d = q.shape[-1]
     longer_q = q.new_empty(*q.shape[:-1], d + 8)
-    torch.where(hidden, q.new_zeros(()), q, out=longer_q[..., :d])
+    longer_q[..., :d].copy_(q).masked_fill_(hidden, 0.0)
     longer_q[..., d : d + 3] = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
     longer_q[..., d + 3 :] = 0.0
     longer_k = k.new_empty(*k.shape[:-2], q.shape[-2], d + 8)

@@ -135,6 +135,20 @@ def test_padding_of_one_side(side: str) -> None:
     torch.testing.assert_close(row_entropy(q, k, **used), -torch.xlogy(true, true).sum(-1))
 
 
+def test_compiled() -> None:
+    """Programs of torch.compile have column sums by attention from keys to queries, without a break of the graph."""
+    torch._dynamo.reset()
+    q, offsets = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed: Any = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    for x, given in ((q[None], {}), (q, packed)):
+        attend = flash_attn_varlen_func if given else flash_attn_func
+        _, lse = attend(x, x, x, causal=True, return_lse=True, **given)
+        for function, arguments in ((column_sums, (x, x, lse)), (row_entropy, (x, x))):
+            compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+            got, expected = (f(*arguments, causal=True, **given) for f in (compiled, function))
+            torch.testing.assert_close(got, expected)
+
+
 def test_what_is_refused() -> None:
     q = torch.randn(1, 5, 2, 8)
     _, lse = flash_attn_func(q, q, q, return_lse=True)
