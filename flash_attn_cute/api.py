@@ -172,11 +172,11 @@ def flash_attn_func(
         seqused_q: (batch,) int32. Only the first ``seqused_q[b]`` query rows of entry b are real, the rest is
             padding: ignored whatever it holds, NaN included, and zero in out and gradients (lse: -inf).
         seqused_k: (batch,) int32, likewise for the rows of k and v. Windows align to the real lengths.
-        softmax_scale: the factor before softmax; None means 1 / sqrt(d).
+        softmax_scale: the factor before softmax, up to 2**127 in magnitude; None means 1 / sqrt(d).
         causal: hide the keys behind a query's own position.
         window_size: (left, right), how many keys before and behind its own position a query sees; None or
             negative means unbounded. With causal, right is 0.
-        softcap: bound on the scores' magnitude; 0 means none.
+        softcap: bound on the scores' magnitude, 2**-126 to 2**127; 0 means none.
         learnable_sink: (nheads,), float32 or q's dtype. One more logit in each softmax's denominator, and in lse.
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Any strides, here and
             in bias; never expanded. It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
@@ -344,10 +344,10 @@ def flash_attn_varlen_func(
         max_seqlen_k: likewise for keys.
         seqused_q: (batch,) int32, the real query rows of each sequence if fewer than it owns.
         seqused_k: (batch,) int32, likewise for the rows of k and v. Windows align to the real lengths.
-        softmax_scale: the factor before softmax; None means 1 / sqrt(d).
+        softmax_scale: the factor before softmax, up to 2**127 in magnitude; None means 1 / sqrt(d).
         causal: hide the keys behind a query's own position.
         window_size: (left, right), see ``flash_attn_func``.
-        softcap: bound on the scores' magnitude; 0 means none.
+        softcap: bound on the scores' magnitude, 2**-126 to 2**127; 0 means none.
         learnable_sink: (nheads,), see ``flash_attn_func``.
         mask: bool, broadcastable to (nheads, total_q, max_seqlen_k), keys counted from the start of their own
             sequence; True = may attend.

@@ -7,7 +7,6 @@ read: ``lengths.read_sequences``.) Each message reads "argument: expected ..., g
 
 import math
 import numbers
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +18,15 @@ from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_FLOAT = sys.float_info.max
+# Scores are float32 in kernels, and their factors are multiplied by log2(e): both stay finite and normal.
+_LARGEST, _SMALLEST = 2.0**127, 2.0**-126
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _TORCH_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 # The usual ones, found fast. Whatever else calls itself a whole or a real number is one, too: NumPy's scalars do.
 _INTS = frozenset({int, torch.SymInt})
 _FLOATS = frozenset({float, torch.SymFloat, *_INTS})
+_SOFTCAP = "0 for none, or a number from 2**-126 to 2**127 (float32)"
 _WINDOW = "a pair (left, right), each an int or None"
 
 # What to do with a padding mask, in packed calls and in dense ones.
@@ -65,11 +66,13 @@ def check_options(
     if (type(dropout_p) is not float or dropout_p != 0.0) and not _is_zero(dropout_p):
         raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
     if softmax_scale is not None:
-        softmax_scale = _as_float("softmax_scale", softmax_scale, "None or a finite number")
+        softmax_scale = _as_float(
+            "softmax_scale", softmax_scale, "None or a number up to 2**127 in magnitude (float32)"
+        )
     if type(softcap) is not float or softcap != 0.0:
-        softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
-        if softcap < 0:
-            raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
+        softcap = _as_float("softcap", softcap, _SOFTCAP)
+        if softcap != 0 and softcap < _SMALLEST:
+            raise ValueError(f"softcap: expected {_SOFTCAP}, got {softcap}")
     # Elements are not compared, as one may be an array, which has no truth value.
     is_pair = type(window_size) is tuple and len(window_size) == 2
     is_unbounded = is_pair and window_size[0] is window_size[1] is None
@@ -245,7 +248,7 @@ def as_int(value: Any) -> int | None:
 
 
 def _as_float(name: str, value: Any, expected: str) -> float:
-    if type(value) is float and abs(value) <= _MAX_FLOAT:
+    if type(value) is float and abs(value) <= _LARGEST:
         return value
     if type(value) not in _FLOATS and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
@@ -253,7 +256,7 @@ def _as_float(name: str, value: Any, expected: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= _MAX_FLOAT:
+    if not abs(number) <= _LARGEST:
         raise ValueError(f"{name}: expected {expected}, got {value}")
     return number
 

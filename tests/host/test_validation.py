@@ -71,12 +71,51 @@ BOTH: Cases = [
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0.0, dropout is not supported, got 0.1"),
     ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
     ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable', 'sm100'], got 'sm75'"),
-    ({"softmax_scale": "1"}, TypeError, "softmax_scale: expected None or a finite number, got '1'"),
-    ({"softmax_scale": True}, TypeError, "softmax_scale: expected None or a finite number, got True"),
-    ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: expected None or a finite number, got inf"),
-    ({"softcap": None}, TypeError, "softcap: expected a finite number, 0 for none, got None"),
-    ({"softcap": float("nan")}, ValueError, "softcap: expected a finite number, 0 for none, got nan"),
-    ({"softcap": -1.0}, ValueError, "softcap: expected 0 (none) or a positive number, got -1.0"),
+    (
+        {"softmax_scale": "1"},
+        TypeError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got '1'",
+    ),
+    (
+        {"softmax_scale": True},
+        TypeError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got True",
+    ),
+    (
+        {"softmax_scale": float("inf")},
+        ValueError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got inf",
+    ),
+    (
+        {"softcap": None},
+        TypeError,
+        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got None",
+    ),
+    (
+        {"softcap": float("nan")},
+        ValueError,
+        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got nan",
+    ),
+    (
+        {"softcap": -1.0},
+        ValueError,
+        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got -1.0",
+    ),
+    (
+        {"softcap": 1e39},
+        ValueError,
+        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got 1e+39",
+    ),
+    (
+        {"softcap": 1e-39},
+        ValueError,
+        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got 1e-39",
+    ),
+    (
+        {"softmax_scale": -1e39},
+        ValueError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got -1e+39",
+    ),
     ({"window_size": 3}, TypeError, "window_size: expected a pair (left, right), each an int or None, got 3"),
     ({"window_size": (1,)}, ValueError, "window_size: expected a pair (left, right), each an int or None, got (1,)"),
     ({"window_size": (1, 2.0)}, TypeError, "window_size: expected a pair"),
@@ -91,7 +130,11 @@ BOTH: Cases = [
     ({"k": lambda x: x.to(META)}, ValueError, "k: expected the device of q, cpu, got meta"),
     ({"v": lambda x: x.to_sparse()}, TypeError, "v: expected a strided tensor, got torch.sparse_coo"),
     ({"v": lambda x: x.as_subclass(Negated)}, TypeError, "v: expected a plain tensor, got Negated, a subclass with"),
-    ({"softmax_scale": 10**400}, ValueError, "softmax_scale: expected None or a finite number, got 1000"),
+    (
+        {"softmax_scale": 10**400},
+        ValueError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got 1000",
+    ),
     ({"q": lambda x: x.int()}, TypeError, "q: expected float16, bfloat16, float32 or float64, got torch.int32"),
     ({"k": lambda x: x.half()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float16"),
     ({"v": lambda x: x.double()}, TypeError, "v: expected the dtype of q, torch.float32, got torch.float64"),
@@ -178,7 +221,11 @@ PACKED: Cases = [
     ({"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q: expected an int or a 0-d tensor, got 6.0"),
     ({"max_seqlen_k": True}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got True"),
     ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
-    ({"softmax_scale": np.float32("nan")}, ValueError, "softmax_scale: expected None or a finite number, got nan"),
+    (
+        {"softmax_scale": np.float32("nan")},
+        ValueError,
+        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got nan",
+    ),
     ({"max_seqlen_k": np.int64(-1)}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
     ({"max_seqlen_q": 2**63}, ValueError, "max_seqlen_q: expected 0 to 2147483647, got 9223372036854775808"),
     (
@@ -424,6 +471,17 @@ def test_ints_of_numpy(kind: Any) -> None:
     assert type(validate.check_max_seqlen("max_seqlen_q", kind(6))) is int
     left, right = validate._check_window((kind(3), kind(2)))
     assert (type(left), type(right)) == (int, int)
+
+
+def test_factors_at_the_ends_of_float32() -> None:
+    """The largest and smallest ones that are taken leave out and gradients finite."""
+    call = dense()
+    tensors = [call[name].requires_grad_() for name in "qkv"]
+    plain = flash_attn_func(*tensors)
+    for softcap in (2.0**127, 2.0**-126):
+        out = flash_attn_func(*tensors, softcap=softcap)
+        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), tensors)))
+        assert (softcap > 1) == torch.allclose(out, plain, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
