@@ -57,7 +57,7 @@ OWN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(OWN, rare=["d64-causal-sliced"]))
+@pytest.mark.parametrize("case", tiered(OWN, rare=["d64-causal-sliced", "d64-grouped"]))
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = OWN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -111,7 +111,7 @@ MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(MASKED, rare=["d64-packed"]))
+@pytest.mark.parametrize("case", tiered(MASKED, rare=["d64-packed", "d256-block-mask"]))
 def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, runs_both = MASKED[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -142,7 +142,7 @@ SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=["d64-padded-batch"]))
+@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=["d64-padded-batch", "d256-float16"]))
 def test_shared_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, num_sms = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):

@@ -41,7 +41,7 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
-@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-packed"]))
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-packed", "d192"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
@@ -114,7 +114,7 @@ def with_blocks_of(call: Call, draw: random.Random) -> Call:
     return call
 
 
-@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
+@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared", rare=["d128-causal"]))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]

@@ -24,7 +24,7 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-window"]))
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-window", "d192-dv128"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or none."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
@@ -57,7 +57,7 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
+@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared", rare=["d128-causal"]))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
@@ -90,8 +90,7 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BIASES)
+@pytest.mark.parametrize("case", tiered(BIASES, rare=["d256-float16", "d64-keys"]))
 def test_biases(case: str, fuzz_seconds: float) -> None:
     """Biases of any layout and alignment, NaN behind them; -inf hides, and a row may have lowest numbers alone."""
     lengths_q, lengths_k, options = BIASES[case]

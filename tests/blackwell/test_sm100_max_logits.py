@@ -27,7 +27,7 @@ CASES: dict[str, tuple[list[int], list[int], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, rare=["d64-causal", "d128-padding"]))
+@pytest.mark.parametrize("case", tiered(CASES, rare=["d64-causal", "d128-padding", "pair-d256"]))
 def test_max_logits(case: str, fuzz_seconds: float) -> None:
     """Beside other features, and the other results with them."""
     lengths_q, lengths_k, by_pairs, options = CASES[case]

@@ -13,6 +13,7 @@ from tests.lib.checks import gradients, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.common import B200, as_given
 from tests.lib.residuals import assert_restored
+from tests.lib.tiers import tiered
 
 # Lengths, whether pairs of CTAs compute it, and options.
 CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
@@ -23,8 +24,7 @@ CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, rare=["d64", "d128"]))
 def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     """Against the out in float32 that parts of a call over ranks have."""
     lengths, by_pairs, options = CASES[case]

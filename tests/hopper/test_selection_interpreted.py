@@ -68,7 +68,7 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
     return random_selection(random_call(*lengths, **given), rng, block, top), rng
 
 
-RARE = "packed-window", "softcap", "blocks-of-40", "wide-blocks-of-128", "blocks-of-192"
+RARE = "packed-window", "softcap", "wide-k", "blocks-of-40", "wide-blocks-of-128", "blocks-of-192"
 
 
 @pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=RARE, values=True))
@@ -80,8 +80,10 @@ def test_forward(options: dict[str, Any]) -> None:
 WITH_MAX_LOGITS = ["blocks-of-128", "packed", "packed-window", "no-keys"]
 WITH_MAX_LOGITS += ["wide-blocks-of-128", "wide-v", "wide-key-bits", "packed-blocks-of-4"]
 
+RARE_LOGITS = "packed-window", "wide-v", "blocks-of-128", "packed-blocks-of-4", "wide-blocks-of-128"
 
-@pytest.mark.parametrize("name", tiered(dict.fromkeys(WITH_MAX_LOGITS), rare=["packed-window", "wide-v"]))
+
+@pytest.mark.parametrize("name", tiered(dict.fromkeys(WITH_MAX_LOGITS), rare=RARE_LOGITS))
 def test_max_logits(name: str) -> None:
     """The largest logits of visible keys alone; out and lse have the bits that they have without them."""
     call, rng = drawn(CASES[name], 0)
@@ -110,7 +112,7 @@ def test_late_engines_of_key_bits(late: str) -> None:
 OF_OUT_ALONE = {"group-of-16", "wide", "wide-blocks-of-128", "blocks-of-1"}
 
 
-RARE_GRADIENTS = "one-head", "softcap", "packed-window", "blocks-of-100", "wide-blocks-of-128", "blocks-of-192"
+RARE_GRADIENTS = "softcap", "wide-k", "packed-blocks-of-4", "blocks-of-100", "wide-blocks-of-128", "blocks-of-192"
 
 
 @pytest.mark.parametrize("case", tiered(CASES, *QUICK, rare=RARE_GRADIENTS))

@@ -116,7 +116,7 @@ def test_a_row_of_a_bias_that_is_the_lowest_number(softmax_scale: float) -> None
     )
 
 
-@pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["negative-scale"], values=True))
+@pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["negative-scale", "mask"], values=True))
 def test_max_logits(options: dict[str, Any]) -> None:
     """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)

@@ -73,7 +73,7 @@ class Stored(Interpreted):
         return launch
 
 
-@pytest.mark.parametrize("case", tiered(CASES, "plain", rare=["d104", "a-mask-a-head", "causal"]))
+@pytest.mark.parametrize("case", tiered(CASES, "plain", rare=["d104", "a-mask-a-head", "causal", "of-100-causal"]))
 def test_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_tables, "_TENTHS_STORED", 10)
     queries, keys, batch, options = CASES[case]

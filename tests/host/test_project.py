@@ -197,7 +197,7 @@ def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(ci_commands:
         *set_up.replace("'", "").split(" && "),
         *checks,
         run_tests,
-        f"{run_tests} -m slow",
+        f"{run_tests} -m slow --dist worksteal",
     ]
     assert len(checks) >= 3
 
@@ -213,7 +213,7 @@ def test_ci_compiles_nothing_twice(ci_commands: list[str], tmp_path: Path) -> No
 def chosen_by(arguments: str) -> str:
     """The expression of markers by which a run of pytest chooses tests. Arguments that choose otherwise are refused."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for option in ("-m", "-n", "-r"):
+    for option in ("-m", "-n", "-r", "--dist"):
         parser.add_argument(option)
     for option in ("--strict-markers", "--strict-config"):
         parser.add_argument(option, action="store_true", required=True)
@@ -221,7 +221,7 @@ def chosen_by(arguments: str) -> str:
 
 
 def test_ci_runs_each_test_once(request: pytest.FixtureRequest, ci_commands: list[str]) -> None:
-    """Whatever a test's markers are, one of CI's two runs of pytest executes it."""
+    """Whatever a test's markers are, one of CI's two runs of pytest executes it, but for rare ones."""
     always = shlex.join(request.config.getini("addopts"))
     runs = [line.partition("-m pytest")[2] for line in ci_commands if "-m pytest" in line]
     expressions = [chosen_by(f"{always} {run}") for run in runs]

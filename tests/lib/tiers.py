@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from flash_attn_cute.kernels.features import Features
 from tests.lib.configurations import DESCRIBED
 
 # The files of all tests that a run has collected, among which its option -m then chooses.
@@ -55,7 +54,7 @@ def compiled(
 
 
 def covering(cases: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, Any]:
-    """Few configurations that have all sizes, and all values of each feature, that the given ones have.
+    """Few configurations that have all sizes of tiles, and all values of each feature, that the given ones have.
 
     Args:
         cases: configurations of kernels, by name.
@@ -71,6 +70,8 @@ def covering(cases: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, A
 
 
 def _sizes_and_features(config: Any) -> set[Any]:
-    """A configuration's sizes, and each of its features with its value."""
-    sizes = dataclasses.replace(config, features=Features(), dtype="")
-    return {sizes, *((type(config), feature) for feature in dataclasses.asdict(config.features).items())}
+    """A configuration's sizes of tiles, and each of its features, and of its other fields, with its value."""
+    fields = dataclasses.asdict(config)
+    features = fields.pop("features")
+    sizes = tuple(value for name, value in fields.items() if name.startswith("tile_"))
+    return {(type(config), fact) for fact in (sizes, *features.items(), *fields.items())}
