@@ -3,9 +3,9 @@
 Losses for indexers and routers, and logs of attention that collapses, want them.
 
 - A query's mean score is its product with the mean of the keys that it attends to, which is attention with v = k.
-- A key's sum over the queries is ``sum_i exp(s_ij - lse_i)``. On Hopper a kernel of its own computes it. Elsewhere, and
-  in compiled programs, it is exp of the log-sum-exp of attention from keys to queries: ``-lse`` comes as three more
-  columns of q, its parts of q's dtype, beside a power of two in those of k.
+- A key's sum over the queries is ``sum_i exp(s_ij - lse_i)``. On Hopper a kernel of its own computes it. Elsewhere it
+  is exp of the log-sum-exp of attention from keys to queries: ``-lse`` comes as three more columns of q, its parts of
+  q's dtype, beside a power of two in those of k.
 
 Neither takes memory that grows with the number of pairs, or has a gradient.
 """

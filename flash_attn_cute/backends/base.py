@@ -67,6 +67,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def has_column_sums(self) -> bool:
+        """Whether it has a kernel of its own for ``column_sums``."""
+        ...
+
+    @property
     def features(self) -> frozenset[Feature]:
         """Everything optional it can serve."""
         ...
@@ -93,11 +98,11 @@ class Backend(Protocol):
         """Allocates and computes the results."""
         ...
 
-    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor | None:
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Sums of each key's probabilities, (batch, nheads, seqlen_k) or packed (nheads, total_k), float32.
 
-        None if the backend has no kernel of its own for them. Calls have at most windows and padding. ``lse`` is that
-        of their scores, float32, of ``inputs.lse_shape``. v is not read. The sums of padding are 0.
+        Only called if ``has_column_sums``. Calls have at most windows and padding. ``lse`` is that of their scores,
+        float32, of ``inputs.lse_shape``. v is not read. The sums of padding are 0.
         """
         ...
 

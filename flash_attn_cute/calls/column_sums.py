@@ -2,22 +2,15 @@
 
 from torch import Tensor
 
-from flash_attn_cute import settings
-from flash_attn_cute.calls import dispatch
+from flash_attn_cute.calls import dispatch, ops
 from flash_attn_cute.calls.attend import is_replaced
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
-from flash_attn_cute.calls.torch_modes import (
-    autocast,
-    is_any_autocast_enabled,
-    needs_dispatcher,
-    without_default_device,
-)
-from flash_attn_cute.lengths import read_sequences
+from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, needs_dispatcher
 
 
 def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
-    """Sums of each key's probabilities; None if there is no kernel, or a mode or transform watches the call.
+    """Sums of each key's probabilities; None if there is no kernel, or ``context_parallel`` takes the calls.
 
     Args:
         call: with windows and padding at the most.
@@ -26,13 +19,14 @@ def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
     Raises:
         TypeError: as ``attend`` does.
         ValueError: likewise.
+        NotImplementedError: likewise.
     """
-    if is_replaced() or needs_dispatcher((*call[:NUM_TENSORS], lse)):
+    if is_replaced():
         return None
     if is_any_autocast_enabled():
         call = autocast(call)
-    inputs, plan = prepare(call, backward=False)
-    if (plan.spec.packed or plan.spec.has_seqused) and settings.check_data():
-        read_sequences(inputs)
-    with without_default_device():
-        return dispatch.BACKENDS[plan.backend].column_sums(plan.spec, inputs, lse.float())
+    watched = needs_dispatcher((*call[:NUM_TENSORS], lse))
+    inputs, plan = prepare(call, backward=False, watched=watched)
+    if not dispatch.BACKENDS[plan.backend].has_column_sums:
+        return None
+    return ops.column_sums(inputs, plan, lse, watched)

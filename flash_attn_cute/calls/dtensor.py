@@ -20,7 +20,7 @@ _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.
 _DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "residual"), ((0, 2), (None, 1))),
-    **dict.fromkeys(("lse", "dlse"), ((0, 1), (None, 0))),
+    **dict.fromkeys(("lse", "dlse", "sums"), ((0, 1), (None, 0))),
     **dict.fromkeys(("seqused_q", "seqused_k"), ((0, None), (None, None))),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((None, None), (None, None))),
     "learnable_sink": ((None, 0), (None, 0)),
@@ -104,6 +104,10 @@ def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
     return placements
 
 
+def _column_sums(arguments: dict[str, Any], axis: int | None) -> list[Any]:
+    return [_placement("sums", arguments, axis)]
+
+
 def _axes(tensors: dict[str, Any]) -> list[int | None]:
     """Dimensions that can be sharded; None, for none, is first, as PyTorch takes the first of equally good ways."""
     axes: list[int | None] = [None]
@@ -140,3 +144,4 @@ def _placement(name: str, tensors: dict[str, Any], axis: int | None) -> Any:
 
 _register(torch.ops.flash_attn_cute.forward.default, _forward)
 _register(torch.ops.flash_attn_cute.backward.default, _backward)
+_register(torch.ops.flash_attn_cute.column_sums.default, _column_sums)

@@ -1,7 +1,7 @@
-"""FLOP of attention: two products of each query with each key that it sees, and five in the backward pass.
+"""FLOP of attention: two products of each query with each key that it sees, five in the backward pass.
 
-That is what kernels compute, but for masks and block masks, which count as if they hid nothing. Key blocks that each
-query selects count as if all were different and within the window.
+Column sums take one. That is what kernels compute, but for masks and block masks, which count as if they hid nothing.
+Key blocks that each query selects count as if all were different and within the window.
 ``torch.utils.flop_counter`` counts hidden keys of PyTorch's own attention, too: twice as many under a causal mask.
 """
 
@@ -21,6 +21,11 @@ def forward(spec: AttentionSpec, inputs: AttentionInputs) -> int:
 def backward(spec: AttentionSpec, inputs: AttentionInputs) -> int:
     """FLOP of the backward pass, in which scores are computed again."""
     return 2 * _pairs(spec, inputs) * (3 * spec.head_dim + 2 * spec.head_dim_v)
+
+
+def column_sums(spec: AttentionSpec, inputs: AttentionInputs) -> int:
+    """FLOP of column sums, for which scores alone are computed."""
+    return 2 * _pairs(spec, inputs) * spec.head_dim
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:

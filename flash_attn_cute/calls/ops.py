@@ -1,7 +1,7 @@
-"""The way from a valid call to a backend: two custom operators, or the same code without them.
+"""The way from a valid call to a backend: custom operators, or the same code without them.
 
-``flash_attn_cute::forward`` and ``flash_attn_cute::backward`` are opaque to torch.compile, which sees only the fakes.
-A call crosses them flat (``flat_call``).
+``flash_attn_cute::forward``, ``flash_attn_cute::backward`` and ``flash_attn_cute::column_sums`` are opaque to
+torch.compile, which sees only the fakes. A call crosses them flat (``flat_call``).
 
 An operator takes the host longer than many a kernel takes the device. Where no mode, transform or compiler is there to
 see it, as in all plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
@@ -49,6 +49,8 @@ torch.library.define(
     f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor? residual, int need_dbias, int need_dsink, "
     f"{TENSORS}, {NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
 )
+# Without a gradient.
+torch.library.define("flash_attn_cute::column_sums", f"(Tensor lse, {TENSORS}, {NUMBERS}) -> Tensor sums")
 
 
 def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
@@ -71,6 +73,21 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
     if plan.spec.precise_gradients:  # of which there will be none
         plan = plan._replace(spec=plan.spec._replace(precise_gradients=False), passes=None)
     return _run_forward(inputs, plan)
+
+
+def column_sums(inputs: AttentionInputs, plan: Plan, lse: Tensor, watched: bool) -> Tensor:
+    """``Backend.column_sums`` of one valid call, by a backend that has it.
+
+    Raises:
+        NotImplementedError: q, k or lse carries a tangent of forward-mode differentiation.
+    """
+    if _have_tangents(inputs.q, inputs.k, lse):
+        raise NotImplementedError(_NO_TANGENTS)
+    if not watched:
+        return _run_column_sums(inputs, plan, lse)
+    _register_flop_formulas()
+    sums: Tensor = torch.ops.flash_attn_cute.column_sums(lse, *flat_call.flatten(_shard(inputs), plan))
+    return sums
 
 
 def _have_tangents(*tensors: Tensor | None) -> bool:
@@ -102,6 +119,14 @@ def _run_backward(call: BackwardCall, name: str, run: Callable[[BackwardCall], G
         with profiling.pass_span(f"backward {backend.name}", call.spec, call.inputs):
             return backend.backward(call)
     return (run or backend.backward)(call)
+
+
+def _run_column_sums(inputs: AttentionInputs, plan: Plan, lse: Tensor) -> Tensor:
+    spec, backend = plan.spec, dispatch.BACKENDS[plan.backend]
+    if (spec.packed or spec.has_seqused) and settings.check_data():
+        read_sequences(inputs)
+    with without_default_device():
+        return backend.column_sums(spec, inputs, lse.float())
 
 
 @torch.library.impl("flash_attn_cute::forward", "default")
@@ -137,6 +162,18 @@ def _fake_backward(*flat: Any) -> tuple[Tensor, ...]:
     dbias = inputs.bias if need_dbias and inputs.bias is not None else absent
     dsink = inputs.learnable_sink if need_dsink and inputs.learnable_sink is not None else absent
     return tuple(x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v, dbias, dsink))
+
+
+@torch.library.impl("flash_attn_cute::column_sums", "default")
+def _column_sums(lse: Tensor, *flat: Any) -> Tensor:
+    return _run_column_sums(*flat_call.unflatten(flat), lse)
+
+
+@torch.library.register_fake("flash_attn_cute::column_sums")
+def _fake_column_sums(lse: Tensor, *flat: Any) -> Tensor:
+    inputs = flat_call.inputs_of(flat)
+    *batch, rows, _, _ = inputs.k.shape
+    return lse.new_empty(*batch, inputs.q.shape[-2], rows, dtype=torch.float32)
 
 
 def _call_backward(*flat: Any) -> tuple[Tensor | None, ...]:
@@ -204,10 +241,12 @@ def _register_flop_formulas() -> None:
     if torch.ops.flash_attn_cute.forward not in counters.flop_registry:
         counters.register_flop_formula(torch.ops.flash_attn_cute.forward, get_raw=True)(_forward_flop)
         counters.register_flop_formula(torch.ops.flash_attn_cute.backward, get_raw=True)(_backward_flop)
+        counters.register_flop_formula(torch.ops.flash_attn_cute.column_sums, get_raw=True)(_column_sums_flop)
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, counters._FlopCounterMode):
             mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.forward, _forward_flop)
             mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.backward, _backward_flop)
+            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.column_sums, _column_sums_flop)
 
 
 def _forward_flop(*flat: Any, out_val: Any) -> int:
@@ -218,6 +257,11 @@ def _forward_flop(*flat: Any, out_val: Any) -> int:
 def _backward_flop(*flat: Any, out_val: Any) -> int:
     call, _ = flat_call.unflatten_backward(flat)
     return flops.backward(call.spec, call.inputs)
+
+
+def _column_sums_flop(_: Tensor, *flat: Any, out_val: Any) -> int:
+    inputs, plan = flat_call.unflatten(flat)
+    return flops.column_sums(plan.spec, inputs)
 
 
 class _TransformedForward(torch.autograd.Function):

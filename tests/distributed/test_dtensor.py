@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.portable.backend import PortableBackend
+from flash_attn_cute.calls import dispatch
+from flash_attn_cute.score_statistics import column_sums
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 RANKS = 2
 OFFSETS = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
@@ -100,6 +105,33 @@ def heads_packed() -> None:
     assert_sharded(base, {**options, "causal": True}, by_heads, {"out": Shard(1), "lse": Shard(0), **by_heads})
 
 
+class WithKernel(PortableBackend):
+    """Has column sums for a function of the keys, the head and lse."""
+
+    has_column_sums = True
+
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        keys = inputs.k.sum(-1).transpose(-1, -2).float().repeat_interleave(spec.nheads // spec.nheads_k, -2)
+        return keys + lse.sum(-1, keepdim=True)
+
+
+def sums_of_keys() -> None:
+    """A backend's own column sums, by heads and by entries, without communication."""
+    base, mesh = leaves(4, 8, 4, packed=False), init_device_mesh("cpu", (RANKS,))
+    with patch.dict(dispatch.BACKENDS, portable=WithKernel()), torch.no_grad():
+        _, lse = flash_attn_func(base["q"], base["k"], base["v"], return_lse=True)
+        truth = column_sums(base["q"], base["k"], lse, causal=True)
+        for dims in ((2, 2, 1), (0, 0, 0)):
+            tensors = base["q"], base["k"], lse
+            parts = [sharded(x, mesh, [Shard(dim)]) for x, dim in zip(tensors, dims, strict=True)]
+            with CommDebugMode() as communication:
+                sums = column_sums(*parts, causal=True)
+            assert communication.get_total_counts() == 0, communication.get_comm_counts()
+            assert isinstance(sums, DTensor)
+            assert sums.placements == (Shard(dims[2]),)
+            assert torch.equal(sums.full_tensor(), truth)
+
+
 def entries() -> None:
     """Shards a batch that two ranks divide unevenly; tensors that entries share get a gradient from both."""
     base, used = leaves(3, 4, 2, packed=False), torch.tensor([9, 4, 0], dtype=torch.int32)
@@ -184,7 +216,16 @@ def block_masks() -> None:
         assert_sharded(leaves(0, 4, 2, packed=True), given, packed, {"out": Shard(1), "lse": Shard(0), **packed})
 
 
-CASES = (block_masks, heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled)
+CASES = (
+    sums_of_keys,
+    block_masks,
+    heads_dense,
+    heads_packed,
+    entries,
+    other_placements,
+    needs_of_the_backward_pass,
+    compiled,
+)
 
 
 def run(rank: int, store: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
@@ -87,27 +89,80 @@ def test_statistics(kind: str, packed: bool, backend: str, dtype: torch.dtype) -
     torch.testing.assert_close(entropies.cpu().double(), -torch.xlogy(true, true).sum(-1), rtol=0, atol=close)
 
 
+class WithKernel(PortableBackend):
+    """Has sums of 7 for each key, and notes whether the lse that comes is that of the scores that come with it."""
+
+    has_column_sums = True
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        self.asked.append(torch.equal(self.forward(spec, inputs).lse, lse))
+        *batch, rows, _, _ = inputs.k.shape
+        return torch.full((*batch, spec.nheads, rows), 7.0)
+
+
+@pytest.fixture
+def with_kernel(monkeypatch: pytest.MonkeyPatch) -> WithKernel:
+    """A backend with a kernel for column sums, in the portable one's place."""
+    backend = WithKernel()
+    monkeypatch.setitem(dispatch.BACKENDS, "portable", backend)
+    return backend
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_backend_with_a_kernel_is_asked(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lse of the scores that it is asked about; a compiled program does not ask."""
-    asked: list[bool] = []
-
-    class WithKernel(PortableBackend):
-        def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Any:
-            asked.append(torch.equal(self.forward(spec, inputs).lse, lse))
-            return lse
-
-    monkeypatch.setitem(dispatch.BACKENDS, "portable", WithKernel())
+def test_a_backend_with_a_kernel_is_asked(kind: str, packed: bool, with_kernel: WithKernel) -> None:
+    """In eager code and in compiled programs, whose graph has one operator for it; fake tensors get the shape."""
     call = drawn(packed, torch.float32, "cpu", **KINDS[kind])
-    given = arguments(call, "portable")
+    given, graphs = arguments(call, "portable"), []
     attend = flash_attn_varlen_func if packed else flash_attn_func
     _, lse = attend(call.q, call.k, call.k, return_lse=True, **given)
-    assert column_sums(call.q, call.k, lse, **given) is lse
-    assert asked == [True]
+    sums = column_sums(call.q, call.k, lse, **given)
+    assert (sums == 7).all()
+    assert with_kernel.asked == [True]
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, lse: column_sums(q, k, lse, **given), backend=keep, fullgraph=True)
+    assert torch.equal(compiled(call.q, call.k, lse), sums)
+    assert with_kernel.asked == [True, True]
+    (graph,) = graphs
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.flash_attn_cute.column_sums)) == 1
     with FakeTensorMode(allow_non_fake_inputs=True):
-        column_sums(call.q, call.k, lse, **given)
-    assert asked == [True]
+        fake = column_sums(call.q, call.k, lse, **given)
+    assert (fake.shape, fake.dtype) == (sums.shape, sums.dtype)
+    assert with_kernel.asked == [True, True]
+
+
+def test_the_operator(with_kernel: WithKernel) -> None:
+    """PyTorch's own checks, one product a score for FLOP counters, vmap, and refused tangents."""
+    q, k = torch.randn(2, 12, 4, 8), torch.randn(2, 20, 2, 8)
+    _, lse = flash_attn_func(q, k, k, return_lse=True)
+    calls: list[Any] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.flash_attn_cute.column_sums.default:
+                calls.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        column_sums(q, k, lse)
+    torch.library.opcheck(torch.ops.flash_attn_cute.column_sums.default, calls[0])
+    with FlopCounterMode(display=False) as counter:
+        column_sums(q, k, lse)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 12 * 20 * 8
+    with_kernel.asked.clear()
+    mapped = torch.vmap(column_sums, in_dims=(0, None, 0))(torch.stack([q, q]), k, torch.stack([lse, lse]))
+    assert mapped.shape == (2, 2, 4, 20)
+    assert with_kernel.asked == [True, True]
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives of attention are not implemented"):
+        torch.func.jvp(lambda q: column_sums(q, k, lse), (q,), (q,))
 
 
 def test_a_sink_and_a_block_mask() -> None:

@@ -80,6 +80,7 @@ class CuteBackend:
         self.name = architecture.name
         self.features = frozenset(Feature) - (set() if "selection" in architecture.passes else {Feature.SELECTION})
         self.has_residual = True
+        self.has_column_sums = "column_sums" in architecture.passes
         self.is_supposed = is_supposed
         self._kernel_of = kernel_of
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
@@ -148,10 +149,8 @@ class CuteBackend:
                 return self._backward(call)
         return self._backward(call)
 
-    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor | None:
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """See ``Backend.column_sums``."""
-        if "column_sums" not in self.architecture.passes:
-            return None
         with torch.cuda.device(inputs.q.device):
             return column_sums.column_sums(self.launch_of, spec, inputs, lse)
 

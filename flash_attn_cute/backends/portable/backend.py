@@ -26,6 +26,7 @@ class PortableBackend:
     name = "portable"
     features = frozenset(Feature)
     has_residual = False
+    has_column_sums = False
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """No reason to decline: it serves every valid call."""
@@ -57,8 +58,9 @@ class PortableBackend:
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
         return results
 
-    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> None:
-        """None: ``score_statistics`` makes them of a forward pass."""
+    def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Never called: ``score_statistics`` makes them of a forward pass."""
+        raise NotImplementedError("column_sums: the portable backend has no kernel for them")
 
     def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
         """Works out nothing ahead."""
