@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Folders of many short tests come last, so that workers end together: the longest test of all is in numerics.
     """
     config.stash[tiers.COLLECTED] = {item.path for item in items}
-    if not config.getoption("--all-configurations"):
+    if not (config.getoption("--all-configurations") or config.getoption("--all-bugs")):
         rare = [item for item in items if item.get_closest_marker("rare")]
         config.hook.pytest_deselected(items=rare)
         items[:] = [item for item in items if item not in set(rare)]
