@@ -15,7 +15,7 @@ from flash_attn_cute.calls.attend import replaced
 from flash_attn_cute.distributed import public_functions
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
-from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.distributed.sharding import Sharding, check_dimension
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.spec import AttentionInputs, Options, Results
 
@@ -108,13 +108,16 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
         seq_dims: the dimension of rows of each.
 
     Raises:
-        TypeError: neither a process group nor a mesh.
-        ValueError: not as many dimensions as buffers, or rows of another number than the sharding gives this rank.
+        TypeError: neither a process group nor a mesh, a buffer that is no tensor, or a dimension that is no int.
+        ValueError: not as many dimensions as buffers, a dimension that its buffer lacks, or rows of another number than
+            the sharding gives this rank.
     """
     if len(seq_dims) != len(buffers):
         raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
     if not buffers:
         return []
+    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        check_dimension(f"buffers[{i}]", x, dim)
     ranks = Ranks.of(mesh)
     rows = torch.tensor(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
     for group in ranks:
@@ -180,12 +183,9 @@ def _hold(x: Tensor, other: Tensor) -> None:
 
 
 def _check_buffer(name: str, x: Any, dim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_dimension(name, x, dim)
     if x.requires_grad:
         raise ValueError(f"{name}: expected a tensor that requires no gradient, got one that does")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
 
 
 def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:

@@ -13,7 +13,7 @@ from flash_attn_cute.calls.torch_modes import autocast
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sharding
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
-from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.distributed.sharding import Sharding, check_dimension
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Deterministic, Options, Results
 
@@ -310,9 +310,10 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         A tensor of x's dtype and device, with the ``total`` rows of the sharding in that dimension.
 
     Raises:
-        TypeError: neither a process group nor a mesh.
-        ValueError: a group or a tensor that does not fit the sharding.
+        TypeError: neither a process group nor a mesh, x is no tensor, or dim no int.
+        ValueError: a group or a tensor that does not fit the sharding, or a tensor without that dimension.
     """
+    check_dimension("x", x, dim)
     ranks = Ranks.of(group)
     check_sharding("sharding", sharding, ranks.place, dense=False)
     counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]

@@ -256,8 +256,11 @@ class Sharding:
         """The segments of a rank.
 
         Raises:
+            TypeError: a rank that is no int.
             ValueError: a rank that there is not.
         """
+        if validate.as_int(rank) is None:
+            raise TypeError(f"rank: expected an int, got {rank!r}")
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
         return self.segments[rank]
@@ -314,8 +317,10 @@ class Sharding:
             A copy of x's dtype and device, with the rank's rows in that dimension.
 
         Raises:
-            ValueError: a tensor of another number of rows, or a rank that there is not.
+            TypeError: x is no tensor, or dim or rank no int.
+            ValueError: a tensor without that dimension or of another number of rows, or a rank that there is not.
         """
+        check_dimension("x", x, dim)
         if x.shape[dim] != self.total:
             raise ValueError(f"x: expected {self.total} rows in dimension {dim}, got shape {tuple(x.shape)}")
         parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self._of(rank)]
@@ -334,11 +339,16 @@ class Sharding:
             A tensor of their dtype and device, with ``total`` rows in that dimension.
 
         Raises:
-            ValueError: another number of shards than ranks, or a shard of another number of rows.
+            TypeError: shards is no sequence of tensors, or dim no int.
+            ValueError: another number of shards than ranks, or a shard without that dimension or of another number of
+                rows.
         """
+        if not isinstance(shards, (Sequence, Tensor)):
+            raise TypeError(f"shards: expected a sequence of tensors, got {type(shards).__name__}")
         if len(shards) != self.num_ranks:
             raise ValueError(f"shards: expected {self.num_ranks}, one a rank, got {len(shards)}")
         for rank, x in enumerate(shards):
+            check_dimension(f"shards[{rank}]", x, dim)
             if x.shape[dim] != self.num_rows(rank):
                 raise ValueError(
                     f"shards: expected {self.num_rows(rank)} rows in dimension {dim} of rank {rank}, "
@@ -416,6 +426,21 @@ def of_handle(handle: Tensor) -> Sharding:
             "the Sharding of this compiled attention is gone before its backward pass; the caller has to keep it"
         )
     return found
+
+
+def check_dimension(name: str, x: Any, dim: Any) -> None:
+    """Checks that a tensor has a dimension of rows.
+
+    Raises:
+        TypeError: no tensor, or a dimension that is no int.
+        ValueError: a tensor without that dimension.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if validate.as_int(dim) is None:
+        raise TypeError(f"{name}: expected an int as its dimension of rows, got {dim!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
 
 
 def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:

@@ -56,7 +56,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Args:
         hidden_states: (total, ...), of any dtype.
-        indices: (total,) int64, where each row is in the flattened batch; each index once.
+        indices: (total,) int64 or int32, where each row is in the flattened batch; each index once.
         batch: the sequences.
         seqlen: the rows of each, padding included.
 
@@ -64,14 +64,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         (batch, seqlen, ...) of hidden_states' dtype.
 
     Raises:
-        TypeError: hidden_states or indices is no tensor.
-        ValueError: indices of another shape than (total,).
+        TypeError: hidden_states or indices is no tensor, or indices of another dtype than int64 and int32.
+        ValueError: indices of another shape than (total,), or out of range (``index_first_axis``).
     """
-    check_tensors(hidden_states=hidden_states, indices=indices)
-    if indices.shape != hidden_states.shape[:1]:
-        raise ValueError(f"indices: expected shape ({hidden_states.shape[0]},), got shape {tuple(indices.shape)}")
-    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    check_tensors(hidden_states=hidden_states)
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -79,16 +76,26 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         input: (rows, ...), of any dtype.
-        indices: (total,) int64.
+        indices: (total,) int64 or int32.
 
     Returns:
         (total, ...), row ``indices[i]`` of input as row i.
 
     Raises:
-        TypeError: an argument that is no tensor.
+        TypeError: an argument that is no tensor, or indices of another dtype than int64 and int32.
+        ValueError: indices of another shape than (total,), or out of range. The latter are noticed on a CPU; a GPU ends
+            in an assertion of PyTorch's, as for any index.
     """
     check_tensors(input=input, indices=indices)
-    return input.index_select(0, indices)
+    if input.ndim == 0:
+        raise ValueError("input: expected shape (rows, ...), got shape ()")
+    if indices.ndim != 1:
+        raise ValueError(f"indices: expected shape (total,), got shape {tuple(indices.shape)}")
+    _check_dtype(indices)
+    try:
+        return input.index_select(0, indices)
+    except IndexError as error:
+        raise _out_of_range(indices, input.shape[0]) from error
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -96,20 +103,25 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Args:
         values: (total, ...), of any dtype.
-        indices: (total,) int64, where each row is in the result; each index once.
+        indices: (total,) int64 or int32, where each row is in the result; each index once.
         first_axis_dim: the rows of the result.
 
     Returns:
         (first_axis_dim, ...), row i of values as row ``indices[i]``.
 
     Raises:
-        TypeError: values or indices is no tensor.
-        ValueError: indices of another shape than (total,).
+        TypeError: values or indices is no tensor, or indices of another dtype than int64 and int32.
+        ValueError: indices of another shape than (total,), or out of range (``index_first_axis``).
     """
     check_tensors(values=values, indices=indices)
     if values.ndim == 0 or indices.shape != values.shape[:1]:
         raise ValueError(f"indices: expected shape {tuple(values.shape[:1])}, got shape {tuple(indices.shape)}")
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    _check_dtype(indices)
+    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
+    try:
+        return zeros.index_copy(0, indices.long(), values)
+    except IndexError as error:
+        raise _out_of_range(indices, first_axis_dim) from error
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,13 +129,14 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
     Args:
         input: (rows, ...), of any dtype.
-        indices: (total,) int64.
+        indices: (total,) int64 or int32.
 
     Returns:
         (total, ...), row ``indices[i]`` of input as row i; and input.
 
     Raises:
-        TypeError: an argument that is no tensor.
+        TypeError: an argument that ``index_first_axis`` refuses.
+        ValueError: likewise.
     """
     return index_first_axis(input, indices), input
 
@@ -160,6 +173,16 @@ def unpad_input_for_concatenated_sequences(
     offsets = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(each.max().item()) if each.shape[0] else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest
+
+
+def _check_dtype(indices: Tensor) -> None:
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices: expected int64 or int32, got {indices.dtype}")
+
+
+def _out_of_range(indices: Tensor, rows: int) -> ValueError:
+    """The error about indices of rows, which PyTorch has refused and so are on the host."""
+    return ValueError(f"indices: expected 0 to {rows - 1}, got {int(indices.min())} to {int(indices.max())}")
 
 
 def rearrange(tensor: Any, pattern: str, **axes_lengths: int) -> Any:

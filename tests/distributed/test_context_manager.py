@@ -277,3 +277,5 @@ def test_unshard_takes_a_dimension_a_buffer() -> None:
     with pytest.raises(ValueError, match="seq_dims: expected 1, one a buffer, got 0"):
         context_parallel_unshard(None, [torch.ones(4)], [])
     assert context_parallel_unshard(None, [], []) == []
+    with pytest.raises(ValueError, match=r"buffers\[0\]: expected a dimension 1 of rows, got shape \(4,\)"):
+        context_parallel_unshard(None, [torch.ones(4)], [1])

@@ -32,6 +32,9 @@ def documents(rows: int, shortest: int, longest: int) -> list[int]:
 
 
 untyped: Any = Sharding  # for wrong arguments, which no type checker would let pass
+untyped_gather: Any = gather
+HALVES: Any = Sharding.contiguous([0, 4], 2)
+FOUR = torch.zeros(4)
 CORPORA = {
     "one sequence": [131_072],
     "long documents": documents(262_144, 1024, 65_536),
@@ -324,6 +327,15 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             "shards: expected 2 rows in dimension 0 of rank 1",
             lambda: Sharding.contiguous([0, 4], 2).unshard([torch.zeros(2), torch.zeros(3)]),
         ),
+        (TypeError, "rank: expected an int, got None", lambda: HALVES.positions(None)),
+        (TypeError, "x: expected a tensor, got list", lambda: HALVES.shard([0, 1, 2, 3], 0)),
+        (TypeError, "x: expected an int as its dimension of rows, got None", lambda: HALVES.shard(FOUR, 0, None)),
+        (ValueError, r"x: expected a dimension 1 of rows, got shape \(4,\)", lambda: HALVES.shard(FOUR, 0, 1)),
+        (TypeError, "shards: expected a sequence of tensors, got NoneType", lambda: HALVES.unshard(None)),
+        (TypeError, r"shards\[1\]: expected a tensor, got NoneType", lambda: HALVES.unshard([FOUR[:2], None])),
+        (ValueError, r"shards\[0\]: expected a dimension -2 of rows", lambda: HALVES.unshard(FOUR.split(2), -2)),
+        (TypeError, "x: expected a tensor, got NoneType", lambda: untyped_gather(None, HALVES)),
+        (ValueError, r"x: expected a dimension 1 of rows, got shape \(2,\)", lambda: gather(FOUR[:2], HALVES, dim=1)),
     ],
 )
 def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:

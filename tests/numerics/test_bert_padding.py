@@ -92,6 +92,32 @@ def test_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        (torch.tensor([0, 5]), ValueError, "indices: expected 0 to 4, got 0 to 5"),
+        (torch.tensor([-1, 4]), ValueError, "indices: expected 0 to 4, got -1 to 4"),
+        (torch.ones(2), TypeError, "indices: expected int64 or int32, got torch.float32"),
+        (torch.ones(2, 1, dtype=torch.int64), ValueError, r"indices: expected shape \(.*\), got shape \(2, 1\)"),
+    ],
+)
+def test_wrong_indices(indices: torch.Tensor, error: type[Exception], message: str) -> None:
+    for call in (
+        lambda: index_first_axis(torch.zeros(5, 2), indices),
+        lambda: bert_padding.index_first_axis_residual(torch.zeros(5, 2), indices),
+        lambda: bert_padding.index_put_first_axis(torch.zeros(2, 2), indices, 5),
+        lambda: pad_input(torch.zeros(2, 2), indices, 1, 5),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_indices_of_32_bits() -> None:
+    indices = torch.tensor([3, 1], dtype=torch.int32)
+    rows = torch.randn(2, 3)
+    assert torch.equal(index_first_axis(pad_input(rows, indices, 1, 5)[0], indices), rows)
+
+
+@pytest.mark.parametrize(
     "lengths", [[[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]], [[0] * 6] * 3], ids=str
 )
 def test_concatenated_sequences(lengths: list[list[int]]) -> None:
@@ -125,6 +151,8 @@ def test_concatenated_sequences_of_another_shape() -> None:
         bert_padding.unpad_input_for_concatenated_sequences(torch.zeros(3, 6, 2), torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"indices: expected shape \(2,\), got shape \(3,\)"):
         bert_padding.index_put_first_axis(torch.zeros(2, 4), torch.zeros(3), 6)
+    with pytest.raises(ValueError, match=r"input: expected shape \(rows, \.\.\.\), got shape \(\)"):
+        index_first_axis(torch.zeros(()), torch.zeros(1))
 
 
 def test_rearrange_is_einops_own(monkeypatch: pytest.MonkeyPatch) -> None:
