@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import settings
-from flash_attn_cute.calls import torch_modes, validate
-from flash_attn_cute.spec import statically_true
+from flash_attn_cute.calls import torch_modes
+from flash_attn_cute.spec import as_int, statically_true
 
 
 class Packing(NamedTuple):
@@ -51,7 +51,7 @@ class Packing(NamedTuple):
                 the host; else the rows in excess count as padding.
         """
         _check_mask("mask", mask)
-        bound = None if total is None else validate.as_int(total)
+        bound = None if total is None else as_int(total)
         if total is not None and bound is None:
             raise TypeError(f"total: expected None or an int, got {total!r}")
         if bound is not None and statically_true(bound < 0):

@@ -8,6 +8,7 @@ dataclass takes several times as long.
 
 import enum
 import math
+import numbers
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +18,17 @@ from flash_attn_cute.block_tables import BlockTables
 
 # False; True: the same inputs give the same bits; "invariant": a document does, in whatever call it is.
 Deterministic: TypeAlias = bool | Literal["invariant"]
+
+
+# The usual ones, found fast.
+_INTS = frozenset({int, torch.SymInt})
+
+
+def as_int(value: Any) -> int | None:
+    """An int of any kind (NumPy's, for one) as a plain or symbolic one; None for anything else, bools included."""
+    if type(value) in _INTS:
+        return value
+    return None if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:

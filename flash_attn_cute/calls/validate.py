@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, statically_true
+from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, as_int, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Scores are float32 in kernels, and their factors are multiplied by log2(e): both stay finite and normal.
@@ -23,9 +23,8 @@ _LARGEST, _SMALLEST = 2.0**127, 2.0**-126
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _TORCH_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-# The usual ones, found fast. Whatever else calls itself a whole or a real number is one, too: NumPy's scalars do.
-_INTS = frozenset({int, torch.SymInt})
-_FLOATS = frozenset({float, torch.SymFloat, *_INTS})
+# The usual ones, found fast. Whatever else calls itself a real number is one, too: NumPy's scalars do.
+_FLOATS = frozenset({float, torch.SymFloat, int, torch.SymInt})
 _SOFTCAP = "0 for none, or a number from 2**-126 to 2**127 (float32)"
 _WINDOW = "a pair (left, right), each an int or None"
 
@@ -238,13 +237,6 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
 def _check_range(name: str, bound: int | None) -> None:
     if bound is not None and (statically_true(bound < 0) or statically_true(bound > _MAX_INT32)):
         raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {bound}")
-
-
-def as_int(value: Any) -> int | None:
-    """An int of any kind (NumPy's, for one) as a plain or symbolic one; None for anything else, bools included."""
-    if type(value) in _INTS:
-        return value
-    return None if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
 
 
 def _as_float(name: str, value: Any, expected: str) -> float:

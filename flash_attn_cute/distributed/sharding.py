@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_attn_cute import kept
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band, balanced_rows
+from flash_attn_cute.spec import as_int
 
 T = TypeVar("T")
 
@@ -259,7 +260,7 @@ class Sharding:
             TypeError: a rank that is no int.
             ValueError: a rank that there is not.
         """
-        if validate.as_int(rank) is None:
+        if as_int(rank) is None:
             raise TypeError(f"rank: expected an int, got {rank!r}")
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
@@ -437,7 +438,7 @@ def check_dimension(name: str, x: Any, dim: Any) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if validate.as_int(dim) is None:
+    if as_int(dim) is None:
         raise TypeError(f"{name}: expected an int as its dimension of rows, got {dim!r}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
@@ -485,7 +486,7 @@ def numbers(name: str, given: Numbers) -> tuple[int, ...]:
     else:
         listed = list(given) if isinstance(given, Iterable) else None
         got = repr(given)
-    found = None if listed is None else [validate.as_int(x) for x in listed]
+    found = None if listed is None else [as_int(x) for x in listed]
     if found is None or any(x is None for x in found):
         raise TypeError(f"{name}: expected a sequence of ints, or a tensor (n,) of them, got {got}")
     return tuple(x for x in found if x is not None)
@@ -495,7 +496,7 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
     offsets = numbers(name, given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
-    rows = offsets[-1] if total is None else validate.as_int(total)
+    rows = offsets[-1] if total is None else as_int(total)
     if rows is None:
         raise TypeError(f"total: expected None or an int, got {total!r}")
     for start, stop in itertools.pairwise((0, *offsets, rows)):
@@ -505,7 +506,7 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
 
 
 def _check_num_ranks(num_ranks: int) -> int:
-    number = validate.as_int(num_ranks)
+    number = as_int(num_ranks)
     if number is None:
         raise TypeError(f"num_ranks: expected an int, got {num_ranks!r}")
     if number < 1:

@@ -99,7 +99,7 @@ class BlockMask(TabledMask):
             TypeError: a length or side that is no int.
             ValueError: a length below 0 or above 2^31 - 1.
         """
-        mask_arguments.check_lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = mask_arguments.check_lengths(seqlen_q, seqlen_k)
         shift = seqlen_k - seqlen_q
         left, right = mask_arguments.check_side("left", left), mask_arguments.check_side("right", right)
         lower, upper = None if left is None else shift - left, None if right is None else shift + right
@@ -151,12 +151,12 @@ class BlockMask(TabledMask):
             TypeError: a length of another type or dtype, or a seqlen that is no int.
             ValueError: a wrong shape or length.
         """
-        mask_arguments.check_lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = mask_arguments.check_lengths(seqlen_q, seqlen_k)
         if isinstance(length, Tensor):
             mask_arguments.check_integers("length", length, (1,), "(batch,)")
             length = kept.copied(length).long()
-        elif not mask_arguments.is_int(length):
-            raise TypeError(f"length: expected an int or a tensor, got {length!r}")
+        else:
+            length = mask_arguments.check_int("length", length, "an int or a tensor")
         return cls(Prefix(length), seqlen_q, seqlen_k)
 
     @classmethod
@@ -191,12 +191,12 @@ class BlockMask(TabledMask):
             TypeError: a length, step or side that is no int.
             ValueError: a length below 0 or above 2^31 - 1, or a step below 1.
         """
-        if not mask_arguments.is_int(step):
-            raise TypeError(f"step: expected an int, got {step!r}")
+        step = mask_arguments.check_int("step", step)
         if step < 1:
             raise ValueError(f"step: expected at least 1, got {step}")
         window = cls.window(seqlen_q, seqlen_k, left=left, right=right)
-        return cls(And(window._node, Dilation(step, seqlen_k - seqlen_q)), seqlen_q, seqlen_k)
+        dilation = Dilation(step, window.seqlen_k - window.seqlen_q)
+        return cls(And(window._node, dilation), window.seqlen_q, window.seqlen_k)
 
     @classmethod
     def from_blocks(
@@ -260,7 +260,7 @@ class BlockMask(TabledMask):
                 numbers of blocks that are too large or twice in a row, or counts out of range.
         """
         node = Indices.of(indices, counts, mask_arguments.check_block(block), seqlen_q, seqlen_k, block_lengths)
-        return cls(node, node.sizes.seqlen_q, seqlen_k)
+        return cls(node, node.sizes.seqlen_q, node.sizes.seqlen_k)
 
     @classmethod
     def from_selection(cls, indices: Tensor, *, block: int, seqlen_k: int) -> BlockMask:
@@ -288,7 +288,7 @@ class BlockMask(TabledMask):
             ValueError: a wrong shape or size; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too large.
         """
         node = Selection.of(indices, block, seqlen_k)
-        return cls(node, node.indices.shape[2], seqlen_k)
+        return cls(node, node.indices.shape[2], node.seqlen_k)
 
     @classmethod
     def from_function(
@@ -318,7 +318,7 @@ class BlockMask(TabledMask):
             TypeError: sizes that are no ints, or no function.
             ValueError: a size out of range.
         """
-        mask_arguments.check_lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = mask_arguments.check_lengths(seqlen_q, seqlen_k)
         if not callable(mask_mod):
             raise TypeError(f"mask_mod: expected a function of (batch entry, head, query, key), got {mask_mod!r}")
         sets = mask_arguments.check_set("batch", batch), mask_arguments.check_set("heads", heads)
@@ -421,8 +421,7 @@ class BlockMask(TabledMask):
         """
         if self.selection_block:
             raise ValueError(SELECTION.format("order", ", whose tiles have one order"))
-        if not mask_arguments.is_int(group):
-            raise TypeError(f"group: expected an int, got {group!r}")
+        group = mask_arguments.check_int("group", group)
         if group < 1 or self.heads % group:
             raise ValueError(f"group: expected a divisor of the mask's {self.heads} heads, got {group}")
         if isinstance(order, Tensor):

@@ -55,7 +55,7 @@ class Indices(PerHead):
             raise ValueError(f"block: expected 64 or multiples of 128, got {block}")
         block_q, block_k = block
         seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
-        mask_arguments.check_lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = mask_arguments.check_lengths(seqlen_q, seqlen_k)
         if counts is not None:
             mask_arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
             if counts.shape != indices.shape[:3]:

@@ -7,13 +7,17 @@ from torch import Tensor
 
 from flash_attn_cute import kept
 from flash_attn_cute.sparsity.score_blocks import Sizes
+from flash_attn_cute.spec import as_int
 
 _MAX_LENGTH = 2**31 - 1
 
 
-def is_int(value: Any) -> bool:
-    """Whether a value is an int, symbolic or not; a bool is none."""
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+def check_int(name: str, value: Any, expected: str = "an int") -> int:
+    """Checks an int of any kind, symbolic ones and NumPy's included; returns it as ``spec.as_int`` does."""
+    number = as_int(value)
+    if number is None:
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    return number
 
 
 def check_flags(name: str, x: Any, last: str) -> Tensor:
@@ -26,25 +30,23 @@ def check_flags(name: str, x: Any, last: str) -> Tensor:
     return x[(None,) * (4 - x.ndim)]
 
 
-def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
-    """Checks the lengths of a mask."""
-    _check_length("seqlen_q", seqlen_q)
-    _check_length("seqlen_k", seqlen_k)
+def check_lengths(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """Checks the lengths of a mask; returns them."""
+    return _check_length("seqlen_q", seqlen_q), _check_length("seqlen_k", seqlen_k)
 
 
-def _check_length(name: str, length: int) -> None:
-    if not is_int(length):
-        raise TypeError(f"{name}: expected an int, got {length!r}")
+def _check_length(name: str, length: int) -> int:
+    length = check_int(name, length)
     if not 0 <= length <= _MAX_LENGTH:
         raise ValueError(f"{name}: expected 0 to {_MAX_LENGTH}, got {length}")
+    return length
 
 
 def check_side(name: str, side: int | None) -> int | None:
     """Checks one side of a window; returns None if it is unbounded."""
     if side is None:
         return None
-    if not is_int(side):
-        raise TypeError(f"{name}: expected None or an int, got {side!r}")
+    side = check_int(name, side, "None or an int")
     return side if side >= 0 else None
 
 
@@ -91,7 +93,7 @@ def ids_of(
         if seqlen_q is None:
             raise TypeError("seqlen_q: expected an int beside cu_seqlens, got None")
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        check_lengths(seqlen_q, seqlen_k)
+        seqlen_q, seqlen_k = check_lengths(seqlen_q, seqlen_k)
         cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
         for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
             check_integers(name, offsets, (1,), "(documents + 1,)", beside=cu_seqlens)
@@ -122,19 +124,20 @@ def _ids_of_offsets(offsets: Tensor, length: int) -> Tensor:
 
 def check_set(name: str, size: int | None) -> int:
     """Checks a number of batch entries or heads; returns it, or 1 for None."""
-    if size is not None and not is_int(size):
-        raise TypeError(f"{name}: expected None or an int, got {size!r}")
-    if size is not None and size < 1:
+    if size is None:
+        return 1
+    size = check_int(name, size, "None or an int")
+    if size < 1:
         raise ValueError(f"{name}: expected None or at least 1, got {size}")
-    return size or 1
+    return size
 
 
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
     """Checks the size of blocks; returns their queries and keys."""
-    sizes: Any = (block, block) if is_int(block) else block
-    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2 or not all(is_int(size) for size in sizes):
+    given = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
+    block_q, block_k = map(as_int, given) if len(given) == 2 else (None, None)
+    if block_q is None or block_k is None:
         raise TypeError(f"block: expected an int or a pair of them, got {block!r}")
-    block_q, block_k = sizes
     if block_q < 1 or block_k < 1:
         raise ValueError(f"block: expected at least 1, got {block!r}")
     return block_q, block_k
@@ -144,7 +147,7 @@ def check_blocks(name: str, length: int | None, blocks: int, size: int) -> int:
     """Checks that a length makes ``blocks`` blocks; returns it, or for None the length of whole blocks."""
     if length is None:
         length = blocks * size
-    _check_length(name, length)
+    length = _check_length(name, length)
     if -(-length // size) != blocks:
         raise ValueError(f"{name}: expected a length of {blocks} blocks of {size}, got {length}")
     return length
@@ -162,7 +165,8 @@ def check_block_lengths(lengths: Any, block: tuple[int, int], sizes: Sizes) -> l
         if lengths.device.type != "cpu":
             raise ValueError(f"block_lengths: expected lengths on the host, got a tensor on {lengths.device}")
         lengths = lengths.tolist()
-    if not isinstance(lengths, (list, tuple)) or not all(map(is_int, lengths)):
+    found = [n for x in lengths if (n := as_int(x)) is not None] if isinstance(lengths, (list, tuple)) else None
+    if found is None or len(found) != len(lengths):
         raise TypeError(f"block_lengths: expected ints or a tensor of them, got {lengths!r}")
     size, rows = block[0], len(lengths) * block[0]
     if block[1] != size or not rows == sizes.seqlen_q == sizes.seqlen_k:
@@ -170,9 +174,9 @@ def check_block_lengths(lengths: Any, block: tuple[int, int], sizes: Sizes) -> l
             f"block_lengths: expected a length for each block, of queries and keys alike, got {len(lengths)} of "
             f"{block[0]} x {block[1]} for {sizes.seqlen_q} queries and {sizes.seqlen_k} keys"
         )
-    if not all(0 <= length <= size for length in lengths):
-        raise ValueError(f"block_lengths: expected 0 to {size}, got {min(lengths)} to {max(lengths)}")
-    return list(lengths)
+    if not all(0 <= length <= size for length in found):
+        raise ValueError(f"block_lengths: expected 0 to {size}, got {min(found)} to {max(found)}")
+    return found
 
 
 def check_indices(indices: Tensor, counts: Tensor | None, blocks_k: int) -> None:

@@ -32,15 +32,14 @@ class Selection(PerHead):
         """Checks the arguments of ``BlockMask.from_selection`` and makes a node of them."""
         shape = "(batch, heads, seqlen_q, top) or (total_q, heads, top)"
         mask_arguments.check_integers("indices", indices, (3, 4), shape)
-        if not mask_arguments.is_int(block):
-            raise TypeError(f"block: expected an int, got {block!r}")
+        block = mask_arguments.check_int("block", block)
         if block < 1:
             raise ValueError(f"block: expected at least 1, got {block}")
         if block >= 2**31:
             raise ValueError(f"block: expected fewer than 2^31 keys, got {block}")
         if indices.ndim == 3:
             indices = indices.transpose(0, 1)[None]
-        mask_arguments.check_lengths(indices.shape[2], seqlen_k)
+        _, seqlen_k = mask_arguments.check_lengths(indices.shape[2], seqlen_k)
         node = cls(indices, block, seqlen_k)
         if not torch.compiler.is_compiling() and settings.check_data() and (indices >= node.num_blocks).any():
             raise ValueError(f"indices: expected numbers below {node.num_blocks}, got {int(indices.max())}")

@@ -1,8 +1,10 @@
 """Arguments that constructors of block masks refuse, and what they say."""
 
 import re
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,6 +193,47 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
 def test_wrong_arguments(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_ints_of_numpy(kind: Any) -> None:
+    """Every constructor takes them, and its mask has plain ints alone."""
+    two, sizes, dilated = kind(2), (kind(130), kind(200)), {"left": kind(3), "right": kind(0)}
+    offsets = torch.tensor([0, 5])
+    for make, given in (
+        (BlockMask.causal, sizes),
+        (partial(BlockMask.window, left=kind(3), right=kind(1)), sizes),
+        (lambda q, k: BlockMask.documents(cu_seqlens=offsets, seqlen_q=q, seqlen_k=k), sizes),
+        (BlockMask.prefix, (*sizes, kind(7))),
+        (BlockMask.prefix_lm, (*sizes, kind(7))),
+        (partial(BlockMask.dilated, **dilated), (*sizes, two)),
+        (
+            lambda block, q, k: BlockMask.from_blocks(MAP, (block, block), seqlen_q=q, seqlen_k=k),
+            (two, kind(3), kind(5)),
+        ),
+        (lambda block: BlockMask.from_blocks(MAP, block), (two,)),
+        (
+            lambda block, k, length: BlockMask.from_indices(
+                INDICES, block=block, seqlen_k=k, seqlen_q=k, block_lengths=[length, length]
+            ),
+            (kind(64), kind(128), kind(9)),
+        ),
+        (lambda block, k: BlockMask.from_selection(INDICES, block=block, seqlen_k=k), (kind(3), kind(7))),
+        (lambda q, k, n: BlockMask.from_function(lower, q, k, batch=n, heads=n), (*sizes, two)),
+        (lambda group: BlockMask.from_dense(MAP.expand(2, 2, 3)).with_order("spt", group=group), (two,)),
+    ):
+        mask, plain = make(*given), make(*map(int, given))
+        assert mask.sizes == plain.sizes
+        assert all(type(size) is int for size in mask.sizes)
+        if not mask.selection_block:
+            tables = (
+                x.build("cpu", tables=True).tables(torch.device("cpu"), backward=True).rows for x in (mask, plain)
+            )
+            assert all(map(torch.equal, *(rows[:3] for rows in tables)))
+
+
+def lower(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    return j <= i
 
 
 def test_only_masks_combine() -> None:
