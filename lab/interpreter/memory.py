@@ -50,6 +50,7 @@ def load(s: Statement) -> Effect:
 
         return load_parameter
     place, is_global = _words(s, s.operands[1], len(targets)), "global" in s.instruction.parts
+    of_cluster = "shared::cluster" in s.instruction.parts
     is_signed = s.kind[0] == "s"
     wider: type | None = None
     if is_wide and s.kind[1:] == "32":
@@ -63,6 +64,8 @@ def load(s: Statement) -> Effect:
         words, at = place(warp, mask)
         if is_global:
             weak.read_global(warp, at[lanes_of(mask)] * words.itemsize, words.itemsize * len(targets))
+        elif not of_cluster:
+            weak.read_shared(warp, at[lanes_of(mask)] * words.itemsize, lanes_of(mask))
         for i, write in enumerate(targets):
             value = words[at + i]
             write(warp, value if wider is None else value.view(TYPES[s.kind]).astype(wider), mask)
@@ -124,6 +127,7 @@ def matrices(s: Statement) -> Effect:
             places = places.swapaxes(1, 2)
         memory, places = warp.cta.shared.view("u2"), places.reshape(len(names), 64)  # two numbers a thread
         if is_load:
+            weak.read_shared(warp, at, ALL)
             for write, words in zip(targets, memory[places].view(np.uint32), strict=True):
                 write(warp, words, None)
             return
@@ -183,6 +187,7 @@ def fence(s: Statement) -> Effect:
     def show(warp: Warp, mask: Mask) -> None:
         if to_async:
             weak.show_to_async(warp, lanes_of(mask))
+            weak.end_reads(warp, lanes_of(mask))
         if releases:
             weak.release(warp)
 
@@ -244,6 +249,7 @@ def arrive_in_cluster(s: Statement) -> Effect:
         if warp.meeting is not None:
             raise FaultError("arrives twice at the cluster's barrier")
         weak.arrive(warp)
+        warp.count_arrival()
         warp.meeting = warp.cta.cluster.phase
         warp.cta.cluster.arrive(warp.known)
 

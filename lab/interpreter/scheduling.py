@@ -212,6 +212,7 @@ class _Schedule:
             raise FaultError(f"barrier {barrier} has different numbers of threads: {num_threads} by {warp.index}")
         if warp in together:
             raise FaultError(f"warp {warp.index} arrives twice at barrier {barrier}")
+        warp.count_arrival()
         together.append(warp)
         known.append(warp.known)
         if 32 * len(together) == num_threads:

@@ -71,6 +71,11 @@ def nothing_known() -> Array:
     return np.zeros(_MOST_BARRIERS + _MOST_CTAS * _MOST_WARPS, np.int32)
 
 
+def warp_number(rank: int, index: int) -> int:
+    """Where a warp is in what warps know: one of the CTA of a rank in the cluster."""
+    return _MOST_BARRIERS + _MOST_WARPS * rank + index
+
+
 @dataclass
 class Barrier:
     """An mbarrier in shared memory.
@@ -246,6 +251,7 @@ class Late:
     loads: list[Callable[[], None]] = field(default_factory=list)  # from tensor memory
     stores: list[Callable[[], None]] = field(default_factory=list)  # to tensor memory
     to_global: list[Written] = field(default_factory=list)
+    reading: Array = field(default_factory=lambda: np.zeros(32, bool))  # lanes that have read shared memory
 
 
 @dataclass
@@ -281,6 +287,8 @@ class Cta:
     shared: Array  # in bytes
     draw: random.Random  # decides whose turn it is
     shown: Array = field(init=False)  # shared memory as TMA and tensor cores see it
+    # Of warps that read shared memory, for each 16 bytes: which arrival of the warp the last read has ended ahead of.
+    reads: dict[int, Array] = field(default_factory=dict)
     tensor_memory: Array = field(default_factory=lambda: np.full((128, COLUMNS), 0x7FC0DEAD, np.uint32))
     columns: int = 0  # of tensor memory that are allocated
     barriers: dict[int, Barrier] = field(default_factory=dict)
@@ -364,7 +372,7 @@ class Warp:
     @property
     def number(self) -> int:
         """Where it is in what warps know."""
-        return _MOST_BARRIERS + _MOST_WARPS * self.cta.rank + self.index
+        return warp_number(self.cta.rank, self.index)
 
     def count_arrival(self) -> None:
         """Counts an arrival that it is about to make."""

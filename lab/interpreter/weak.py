@@ -7,6 +7,10 @@
     memory                      cluster behind a barrier at which the warp has arrived
 
 Each effect is shown at once or as late as that, by chance. What of a kernel depends on it being early is then wrong.
+
+A read of shared memory (ld.shared, ldmatrix) may be so late, too, that what TMA writes to its place overtakes it, even
+behind an mbarrier at which the reader has arrived. The reader's fence.proxy.async ends the read. On an H200 one call in
+two had wrong rows without it.
 """
 
 import random
@@ -14,7 +18,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lab.interpreter.state import Array, Warp, Written
+from lab.interpreter.state import Array, Copy, Cta, FaultError, Warp, Written, warp_number
+
+_CHUNK = 16  # bytes of shared memory
+_UNDER_WAY = np.iinfo(np.int32).max  # a read, in the place of the arrival behind which it has ended
 
 
 def is_late(draw: random.Random) -> bool:
@@ -37,6 +44,36 @@ def show_to_async(warp: Warp, lanes: Array) -> None:
         if (stored & ~lanes).any():
             left.append((stored & ~lanes, copy))
     warp.late.to_async = left
+
+
+def read_shared(warp: Warp, places: Array, lanes: Array) -> None:
+    """Notes that lanes read bytes of their CTA's shared memory, at some places, up to 16 aligned ones at each."""
+    chunks = places // _CHUNK
+    if warp.index not in warp.cta.reads:
+        warp.cta.reads[warp.index] = np.zeros(len(warp.cta.shared) // _CHUNK, np.int32)
+    warp.cta.reads[warp.index][chunks] = _UNDER_WAY
+    warp.late.reading = warp.late.reading | lanes
+
+
+def end_reads(warp: Warp, lanes: Array) -> None:
+    """Ends what a warp reads, for those who know of its next arrival, if all lanes that read are among these."""
+    if warp.late.reading.any() and not (warp.late.reading & ~lanes).any():
+        reads = warp.cta.reads[warp.index]
+        reads[reads == _UNDER_WAY] = warp.known[warp.number] + 1
+        warp.late.reading = np.zeros_like(lanes)
+
+
+def overwrite(copy: Copy, cta: Cta, chunks: Array | slice) -> None:
+    """Checks what TMA writes to a CTA's shared memory, as numbers of chunks of 16 bytes.
+
+    Raises:
+        FaultError: a warp may still be reading there, as far as who asked for the copy knows.
+    """
+    for index, reads in cta.reads.items():
+        number = warp_number(cta.rank, index)
+        arrivals = int(copy.known[number]) + (copy.warp.number == number)
+        if (reads[chunks] > arrivals).any():
+            raise FaultError(f"TMA writes what warp {index} has read, which has not ended it by fence.proxy.async")
 
 
 def write_global(warp: Warp, places: Array, size: int, write: Callable[[], None]) -> None:

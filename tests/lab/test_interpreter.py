@@ -116,6 +116,41 @@ def test_phases_that_go_by(signals: str, sees: str, is_seen: bool) -> None:
     assert all("warp 1 of CTA 0, the mbarrier at byte 0: waits for phase 2, and may be two" in x for x in found)
 
 
+FENCE = "fence.proxy.async.shared::cta;\n"
+TWO = "".join(f"@%p2 mbarrier.init.shared.b64 [%r3+{8 * i}], 1;\n" for i in range(2))
+LOAD = (
+    "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 128;\n"
+    "@%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3+128], [%rd1], 128, [%r3];\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("reads", "fault"),
+    [
+        ("ld.shared.b32 %r6, [%r5+128];\n" + arrive(1), True),
+        ("ld.shared.b32 %r6, [%r5+128];\n" + FENCE + arrive(1), False),
+        (FENCE + "ld.shared.b32 %r6, [%r5+128];\n" + arrive(1), True),
+        ("ld.shared.b32 %r6, [%r5+128];\n" + arrive(1) + FENCE, True),  # the arrival says nothing of the fence
+        ("ld.shared.b32 %r6, [%r5+256];\n" + arrive(1), False),  # TMA does not write there
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r7+128];\n" + arrive(1), True),
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r7+128];\n" + FENCE + arrive(1), False),
+    ],
+    ids=["none", "fence", "ahead", "behind", "elsewhere", "matrix", "matrix-fence"],
+)
+def test_reads_that_tma_overtakes(reads: str, fault: bool) -> None:
+    """The second warp reads what TMA has loaded, and releases the place, into which the first one loads again."""
+    first = f"ld.param.b64 %rd1, [kernel_param_0];\n{ELECTED}{TWO}bar.sync 0;\n{LOAD}{wait(1, 0)}{LOAD}{wait(0, 1)}"
+    places = "and.b32 %r4, %r1, 31;\nshl.b32 %r5, %r4, 2;\nshl.b32 %r7, %r4, 4;\nadd.u32 %r5, %r5, %r3;\n"
+    matrix_row = "and.b32 %r7, %r7, 112;\nadd.u32 %r7, %r7, %r3;\n"
+    second = f"{places}{matrix_row}{ELECTED}bar.sync 0;\n{wait(0, 0)}{reads}"
+    for seed in range(4):
+        if fault:
+            with pytest.raises(interpreter.FaultError, match="TMA writes what warp 1 has read"):
+                run(first, second, seed)
+        else:
+            run(first, second, seed)
+
+
 def test_any_lane_is_elected() -> None:
     """Code that takes the first one for the elected one is refused."""
     only_first = "elect.sync %r4|%p2, -1;\nsetp.eq.s32 %p3, %r1, 0;\nand.pred %p2, %p2, %p3;\n"

@@ -26,6 +26,15 @@ def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> Non
             cute.arch.mbarrier_arrive(barrier, rank, scope=nvvm.MemScopeKind.CLUSTER)
 
 
+def end_reads() -> None:
+    """Ends this thread's reads of shared memory, ahead of an arrival behind which TMA overwrites what was read.
+
+    Without it they can be so late that they read what TMA has written: the arrival orders them before stores, but not
+    before the asynchronous proxy's. CUTLASS's epilogues have the same fence. Products read by that proxy themselves.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
 @dataclass(frozen=True)
 class Ring:
     """Stages, a power of 2. A step's number, counted from 0, gives its stage and the phase of the stage's barriers.
@@ -36,6 +45,12 @@ class Ring:
     barriers: cute.Pointer  # those of full stages, then those of empty ones
     stages: cutlass.Constexpr
     num_bytes: cutlass.Constexpr = 0  # that TMA brings to a stage
+    stages_of_all: cutlass.Constexpr = 0  # if this is a part of a ring: stages of all parts
+
+    def part(self, nth: Int32 | int, parts: int) -> "Ring":
+        """The ring of the stages that are the nth part, which steps use in rotation by themselves."""
+        stages = self.stages // parts
+        return Ring(self.barriers + nth * stages, stages, self.num_bytes, self.stages)
 
     @cute.jit
     def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
@@ -58,7 +73,7 @@ class Ring:
 
     def empty(self, step: Int32) -> cute.Pointer:
         """Barrier at which a step's consumers release its stage."""
-        return self.barriers + (self.stages + self.stage(step))
+        return self.barriers + ((self.stages_of_all or self.stages) + self.stage(step))
 
     def phase(self, step: Int32) -> Int32:
         """Phase of the full barrier that a step waits for."""
@@ -94,6 +109,12 @@ class Ring:
     def release(self, step: Int32) -> None:
         """Arrives at a step's empty barrier, as a consumer warp that has read its data."""
         arrive_as_warp(self.empty(step))
+
+    @cute.jit
+    def release_read(self, step: Int32) -> None:
+        """``release`` by a consumer warp that has read the step's data into registers."""
+        end_reads()
+        self.release(step)
 
     @cute.jit
     def release_in_both(self, step: Int32) -> None:

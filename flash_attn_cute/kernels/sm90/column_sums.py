@@ -191,7 +191,7 @@ class ColumnSumsSm90(MainKernel):
                 thread = work.thread + opaque(Int32(0))
                 read_a(work.mma, shared.sK[None, None, HALVES * work.warpgroup + half], work.rK[half], thread)
                 work.sums[half].fill(0.0)
-            shared.rings.k.release(tile_idx)  # to warp 0
+            shared.rings.k.release_read(tile_idx)  # to warp 0
             step = self._mainloop(work, tile_idx, step)
             self.epilogue(work, shared.tile(tile_idx))
             shared.rings.tiles.release(tile_idx)  # to warp 0

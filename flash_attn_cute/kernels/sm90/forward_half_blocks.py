@@ -100,7 +100,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         shared = work.shared
         shared.q_ring.wait_full(count)
         self._receive_Q(work, Int32(0))
-        shared.q_ring.release(count)
+        shared.q_ring.release_read(count)
         stage, phase, first, second = self._receive(work, number)
         if stage >= 0:
             cute.arch.mbarrier_wait(shared.k_stages.full(stage), phase)

@@ -43,6 +43,7 @@ from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.key_lists import entry_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles
 from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
+from flash_attn_cute.kernels.common.ring import end_reads
 from flash_attn_cute.kernels.common.rows import rows_first, scaled, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
@@ -229,6 +230,7 @@ class BackwardClusterSm90(BackwardKernel):
                     words,
                     seen,
                 )
+                end_reads()
                 shared.rings.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.rings.p.wait_empty(step)  # warpgroup 2 has read the last weights
                 for i in cutlass.range_constexpr(4):
