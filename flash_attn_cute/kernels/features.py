@@ -39,7 +39,7 @@ class Features:
     float32_bias: bool = _flag("it is float32, not of q's dtype")
     strided_bias: bool = _flag("its keys do not follow each other in memory")
     paired_bias: bool = _flag("its elements of an even key and the next lie in one aligned word")
-    tiled_bias: bool = _flag("its rows, and its gradient's, begin at multiples of 16 bytes, for TMA", only="backward")
+    tiled_bias: bool = _flag("its rows, and its gradient's, begin at multiples of 16 bytes, for TMA")
     dbias: bool = _flag("every score's gradient is written, as that of a bias of its own", only="backward")
     dbias_of_scores: bool = _flag("likewise, to be summed for a bias that they share", only="backward")
     dbias_of_keys: bool = _flag("the sum of each key's gradients is written, for a uniform bias", only="backward")

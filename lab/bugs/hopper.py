@@ -24,6 +24,7 @@ HOPPER_FORWARD: Bugs = {
     "missing wait": (
         no_wait("scores are begun before K is there", _MMA, "k.full", "long", LOADS_LAG, count=3),
         no_wait("outputs are begun before V is there", _MMA, "v.full", "long", LOADS_LAG, count=2),
+        no_wait("a bias is read before it is there", _MMA, "bias.full", "bias", LOADS_LAG, count=2),
         Bug("scores are read while they are computed", _WAITS[0].left_out(), "long"),
         Bug("O is rescaled while a product adds to it", _WAITS[2].left_out(), "long"),
         Bug(
@@ -41,12 +42,20 @@ HOPPER_FORWARD: Bugs = {
             "tiles",
             lint="proxy",
         ),
+        Bug(
+            "a bias is released while it is read",
+            arrivals(_MMA, "bias.empty", 2).ahead("fence.proxy.async").left_out(),
+            "bias",
+        ),
     ),
     "wrong phase": (
         wrong_phase("K's producer waits for the other phase", _PRODUCER, "k.empty", "long"),
         wrong_phase("V is awaited in the other phase", _MMA, "v.full", "long", count=2),
     ),
-    "wrong count": (Bug("a warp fewer releases K", uncounted("k.empty", 1, _PRODUCER), "long"),),
+    "wrong count": (
+        Bug("a warp fewer releases K", uncounted("k.empty", 1, _PRODUCER), "long"),
+        Bug("a warp fewer releases a bias", uncounted("bias.empty", 1, _PRODUCER), "bias"),
+    ),
     "wrong descriptor": (
         Bug(
             "groups of eight keys are further apart",

@@ -32,6 +32,7 @@ def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardCo
     return forward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), group=group)
 
 
+TILED = {"bias": True, "tiled_bias": True, "paired_bias": True}
 CONFIGS = {
     **{f"d{d}": config(d) for d in HEAD_DIMS},
     **{f"d{d}-causal": config(d, right=True) for d in HEAD_DIMS},
@@ -54,6 +55,12 @@ CONFIGS = {
     **{f"d{d}-residual": config(d, right=True, residual=True) for d in HEAD_DIMS},
     **{f"d{d}-residual-group": config(d, group=8, residual=True, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-bias": config(d, bias=True, paired_bias=True) for d in HEAD_DIMS},
+    **{f"d{d}-tiled-bias": config(d, **TILED) for d in HEAD_DIMS},
+    # With max_logits d = 64 spills 24 bytes; 96 keys would change the bits of out.
+    **{f"d{d}-tiled-bias-causal": config(d, right=True, **TILED) for d in (64, 128)},
+    **{f"d{d}-tiled-bias-window": config(d, left=True, right=True, softcap=True, **TILED) for d in HEAD_DIMS},
+    **{f"d{d}-tiled-bias-mask": config(d, mask=True, uniform_mask=True, **TILED) for d in (64, 128, 256)},
+    **{f"d{d}-tiled-bias-block-mask": config(d, block_mask=True, intervals=True, **TILED) for d in HEAD_DIMS},
     **{f"d{d}-mask": config(d, mask=True) for d in HEAD_DIMS},
     **{f"d{d}-bias-mask": config(d, mask=True, bias=True, **MASKED) for d in (64, 128, 256)},
     "d64-float32-bias-mask": config(64, mask=True, bias=True, float32_bias=True, **MASKED),

@@ -24,7 +24,9 @@ FORWARD: dict[str, dict[str, Any]] = {
     "d128-causal": {"head_dim": 128, "causal": True},
     "d128": {"head_dim": 128, "dtype": torch.float16},
     "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
-    "d64-bias": {"bias": (1, 1)},
+    "d64-bias": {"bias": (1, 1)},  # by TMA, as the next one
+    "d128-bias": {"bias": (1, 1, 1), "head_dim": 128, "causal": True, "softcap": 2.0},
+    "d64-bias-sliced": {"bias": (1, 1), "bias_layout": "sliced"},
     "d128-row-of-a-bias": {"head_dim": 128, "bias": (1, 0, 1), "nheads": 3, "causal": True},
     "d256": {"head_dim": 256, "causal": True},
 }

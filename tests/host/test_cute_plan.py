@@ -35,6 +35,7 @@ from flash_attn_cute.kernels.sm90.backward.backward_config import (
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.kernels.sm90.forward_config import forward_config
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.specs import DENSE, PACKED, spec_of
 
@@ -58,7 +59,7 @@ def test_unknown_features_are_refused() -> None:
 def test_a_pass_forgets_what_it_does_not_read() -> None:
     everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
     forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
-    names = "half_columns stored_ds tiled_bias dbias dbias_of_scores dbias_of_keys dlse grouped deterministic"
+    names = "half_columns stored_ds dbias dbias_of_scores dbias_of_keys dlse grouped deterministic"
     only_backward = dict.fromkeys(names.split(), False)
     assert forward == dataclasses.replace(everything, **only_backward)
     only_forward = {"sink": False, "uniform_mask": False, "max_logits": False, "half_blocks": False}
@@ -72,6 +73,23 @@ def test_cases() -> None:
     assert not case.fits(Features(left=True, softcap=True, packed=True))
     with pytest.raises(AttributeError):
         Case("lefft").fits(Features())
+
+
+def test_a_bias_by_tma() -> None:
+    """Hopper's forward kernels load it by TMA, but not where a tile's rows are heads in turn; Blackwell's never do."""
+    features = Features(bias=True, tiled_bias=True, paired_bias=True)
+    for d in HEAD_DIMS:
+        tiled, grouped = (forward_config("bfloat16", d, d, features, group=group) for group in (1, 4))
+        assert (tiled.tiles_bias, tiled.bias_pitch) == (True, 0)
+        assert not grouped.features.tiled_bias
+        assert grouped.bias_pitch > 0
+        assert forward_schedule(tiled).num_bytes <= 227 * 1024
+        assert forward_schedule(tiled).pipeline("bias").num_bytes == 2 * 64 * tiled.tile_n
+    for name in ("forward", "bias_gradient"):
+        configure = ARCHITECTURES["sm100"].passes[name].configure
+        assert configure("bfloat16", 128, 128, features) == configure(
+            "bfloat16", 128, 128, dataclasses.replace(features, tiled_bias=False)
+        )
 
 
 def test_features_of_a_call() -> None:

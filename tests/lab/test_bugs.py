@@ -258,6 +258,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         {
             "long": lambda: plain([130], [700]),  # more blocks than stages
             "tiles": lambda: plain([130], [100], nheads=3),
+            "bias": lambda: plain([130], [600], bias=(1, 1)),
         },
         "ForwardSm90",
         H100,

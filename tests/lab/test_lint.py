@@ -328,6 +328,7 @@ def test_findings_say_where() -> None:
 # The kinds of Hopper kernels, and how many fences make their stores seen by TMA and tensor cores.
 HOPPER = {
     "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1),
+    "forward, bias": (forward_config("bfloat16", 64, 64, Features(bias=True, tiled_bias=True)), 1),
     "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6),
     "backward of clusters": (backward_config("bfloat16", 256, 256, Features(right=True, deterministic=True)), 3),
     "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1),

@@ -67,6 +67,10 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward": sm90_forward("bfloat16", 128, 128, Features()),
     "sm90-forward-causal": sm90_forward("bfloat16", 128, 128, Features(right=True)),
     "sm90-forward-bias": sm90_forward("bfloat16", 64, 64, Features(bias=True, paired_bias=True)),
+    "sm90-forward-tiled-bias": sm90_forward("bfloat16", 64, 64, Features(bias=True, tiled_bias=True)),
+    "sm90-forward-tiled-bias-causal": sm90_forward(
+        "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, right=True)
+    ),
     "sm90-forward-bias-row": sm90_forward(
         "bfloat16", 128, 128, Features(bias=True, uniform_bias=True, float32_bias=True)
     ),

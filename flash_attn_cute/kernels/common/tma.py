@@ -69,6 +69,7 @@ class ForwardTiles(NamedTuple):
     K: RowTiles
     V: RowTiles
     O: RowTiles | None  # noqa: E741 (None: it leaves from registers)
+    bias: RowTiles | None = None  # of scores, whose rows are queries and whose columns are keys
 
 
 class BackwardTiles(NamedTuple):

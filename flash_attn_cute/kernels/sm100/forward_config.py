@@ -175,7 +175,8 @@ def forward_config(
     """The configuration that serves a call (``registry.Pass.configure``). Heads of a group never share a tile here."""
     del group
     # Every thread reads its row of a bias, by words, wherever it is.
-    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False, half_blocks=False)
+    unread = "uniform_bias paired_bias tiled_bias half_blocks"
+    features = replace(features.of_pass("forward"), **dict.fromkeys(unread.split(), False))
     columns_v = tile_columns(head_dim_v)
     columns = max(tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))._asdict()

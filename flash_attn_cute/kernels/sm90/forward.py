@@ -16,8 +16,10 @@ Masks of windows and sequence ends are applied only in blocks that an edge can c
 before this one make from the mask, or which a block mask brings. With K of a block, warp 0 publishes the block's index
 and the place of the bits that mask its scores.
 
-Where a configuration ``adds_to_bias``, a row of a bias that all queries share is in the accumulators before the
-products. It takes neither registers nor additions there, so that tiles are as large as without it.
+A bias comes through shared memory: by TMA, where its rows allow that, else copied by warps 1 to 3. A strided one is
+loaded element by element. Where a configuration ``adds_to_bias``, a row of a bias that all queries share is in the
+accumulators before the products. It takes neither registers nor additions there, so that tiles are as large as
+without it.
 
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
@@ -42,7 +44,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
-from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.rows import rows_first, scores_first, zero_rows
 from flash_attn_cute.kernels.common.score import LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
@@ -61,6 +63,7 @@ from flash_attn_cute.kernels.sm90.mma import (
 from flash_attn_cute.kernels.sm90.scores import (
     add_bias,
     add_bias_rows,
+    add_bias_tile,
     cap,
     fill_with_bias_row,
     hide,
@@ -70,7 +73,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     raise_logits,
     read_bias_row,
 )
-from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.sm90.shared import read_c, swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
@@ -96,6 +99,13 @@ class ForwardSm90(ForwardKernel):
             S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, registers if c.q_in_registers else shared),
             O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
         )
+
+    def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
+        """See ``ForwardKernel``; of a bias, too, where its rows allow that."""
+        tiles = super().tma(a, mO)
+        if self.config.tiles_bias:
+            tiles = tiles._replace(bias=self.memory.row_tiles(self.loads(), "sBiasTile", scores_first(a.mBias), False))
+        return tiles
 
     @cute.kernel
     def kernel(
@@ -137,8 +147,10 @@ class ForwardSm90(ForwardKernel):
         pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
+        tiled = memory.tensors(storage, "sBiasTile") if self.config.tiles_bias else {"sBiasTile": None}
         return Shared(
             **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
+            **tiled,
             tile_full=tile_full,
             tile_empty=tile_empty,
             pipe_K=pipe_K,
@@ -249,6 +261,7 @@ class ForwardSm90(ForwardKernel):
             acc_S=acc_S,
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.tiles_bias else None,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
             softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
             max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
@@ -287,6 +300,7 @@ class ForwardSm90(ForwardKernel):
                 first_row = tile.first_query + self.queries * work.warpgroup
                 seen = load_row_interval(work.arguments.mIntervals, tile.batch, tile.q.length, first_row, work.cS)
             bias_row = self._read_bias_row(work, v_state.count)
+            self._read_bias_tile(work, v_state.count)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, bias_row, seen)
             for _ in cutlass.range(1, blocks.num, unroll=1):
                 self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
@@ -295,6 +309,7 @@ class ForwardSm90(ForwardKernel):
         else:
             first = Entry(blocks.nth(Int32(0)), None, None)
             bias_row = self._read_bias_row(work, v_state.count)
+            self._read_bias_tile(work, v_state.count)
             self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count, bias_row)
             for part in blocks.parts(f.left, f.right):
                 for i in cutlass.range(part.first, part.end, unroll=1):
@@ -336,10 +351,14 @@ class ForwardSm90(ForwardKernel):
         shared.pipe_V.consumer_wait(v_state)
         self._start_O(work, v_state.index)
         self._pass_tensor_cores(work)
+        if const_expr(not self.config.reads_bias_late):
+            self._read_bias_tile(work, v_state.count + 1)
         warpgroup.wait_group(1)
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
+        if const_expr(self.config.reads_bias_late):
+            self._read_bias_tile(work, v_state.count + 1)
         self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, bias_row, seen)
 
     @cute.jit
@@ -349,6 +368,16 @@ class ForwardSm90(ForwardKernel):
         if const_expr(self.config.has_bias_row and not self.config.adds_to_bias):
             bias = read_bias_row(work.shared.bias, step, work.cS)
         return bias
+
+    @cute.jit
+    def _read_bias_tile(self, work: "_Work", step: Int32) -> None:
+        """Reads a step's bias into registers, if TMA has loaded it, and releases its stage."""
+        if const_expr(self.config.tiles_bias):
+            ring = work.shared.bias.ring.part(work.warpgroup, self.warpgroups)
+            ring.wait_full(step)  # from warp 0
+            stage = work.warpgroup * ring.stages + ring.stage(step)
+            read_c(work.mmas.S, work.shared.sBiasTile[None, None, stage], work.rBias, work.thread)
+            ring.release_read(step)  # to warp 0
 
     @cute.jit
     def _fill_S(self, work: "_Work", step: Int32) -> None:
@@ -409,7 +438,9 @@ class ForwardSm90(ForwardKernel):
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         place, reference = None, work.reference[0] if const_expr(c.adds_to_bias) else None
-        adds_bias = c.features.bias and not c.adds_to_bias
+        adds_bias = c.features.bias and not (c.adds_to_bias or c.tiles_bias)
+        if const_expr(c.tiles_bias):
+            add_bias_tile(work.acc_S, work.scales, work.rBias)
         if const_expr(edges.left or edges.right or adds_bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])
             place = self._place(work, tile, entry)
@@ -553,6 +584,7 @@ class _Work:
     acc_S: cute.Tensor
     acc_O: cute.Tensor
     rP: cute.Tensor  # acc_S rounded, laid out alike
+    rBias: cute.Tensor | None  # a block's bias, laid out alike, if TMA has loaded it
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P

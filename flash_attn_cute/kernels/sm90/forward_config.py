@@ -52,7 +52,14 @@ class ForwardConfig(Sm90Config):
     @property
     def bias_pitch(self) -> int:
         """Bytes of a row of a tile of the bias in shared memory; 0 without."""
+        if self.tiles_bias:
+            return 0
         return pitch_of(self.tile_n, 4) if self.has_bias_row else bias_pitch(self.features, self.tile_n)
+
+    @property
+    def tiles_bias(self) -> bool:
+        """Whether TMA loads the bias of a block."""
+        return self.features.tiled_bias
 
     @property
     def bias_rows(self) -> int:
@@ -61,8 +68,18 @@ class ForwardConfig(Sm90Config):
 
     @property
     def bias_stages(self) -> int:
-        """Tiles of the bias in flight: two if a CTA that works on one tile has room for them."""
-        return 2 if self._bytes(1, 2) <= SHARED_MEMORY else 1
+        """Tiles of the bias in flight: two if there is room for them, without more tiles of Q.
+
+        A warpgroup's rows of a tile that TMA loads have stages of their own. So one is nearly as good as two, and
+        persistent CTAs have the room.
+        """
+        tile_stages = 2 if self.tiles_bias and self._bytes(2, 1) <= SHARED_MEMORY else 1
+        return 2 if self._bytes(tile_stages, 2) <= SHARED_MEMORY else 1
+
+    @property
+    def reads_bias_late(self) -> bool:
+        """Whether a tile of the bias is read when scores are there: registers do not suffice for it beside P."""
+        return self.tiles_bias and self.tile_n + self.tile_dv // 2 > self.registers[1] - 40
 
     def _bytes(self, tile_stages: int, bias_stages: int) -> int:
         """Bytes of shared memory for tiles. O takes the place of Q if there is only one stage of Q.
@@ -72,7 +89,7 @@ class ForwardConfig(Sm90Config):
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        bias = 0 if self.has_bias_row else self.bias_rows * self.bias_pitch
+        bias = 0 if self.has_bias_row else self.bias_rows * (2 * self.tile_n if self.tiles_bias else self.bias_pitch)
         return 2 * rows + bias_stages * bias
 
     @property
@@ -158,11 +175,14 @@ _FORWARD_TILES = (
     _ForwardTile(256, Case("block_mask float32_bias"), 128, 32, 2),
     _ForwardTile(256, Case("block_mask"), 128, 64, 2),
     _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
+    _ForwardTile(64, Case("tiled_bias", without="left softcap"), 192, 128, 2),
     _ForwardTile(64, Case("bias"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
     _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
+    _ForwardTile(128, Case("tiled_bias", without="left right softcap mask block_mask"), 192, 64, 3),
+    _ForwardTile(128, Case("tiled_bias", without="block_mask"), 128, 64, 3),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
     _ForwardTile(128, Case(without="left right softcap mask block_mask"), 192, 80, 2),
     _ForwardTile(128, Case("uniform_mask", without="softcap bias"), 192, 80, 2),
@@ -200,6 +220,8 @@ def forward_config(
     del queries, window
     tile_dv = tile_columns(head_dim_v)
     tile_d = max(tile_columns(head_dim), tile_dv)
+    if group > 1:  # rows of a tile are heads in turn
+        features = replace(features, tiled_bias=False)
     needs = read_alike(features.of_pass("forward"))
 
     def with_tiles_of(features: Features) -> ForwardConfig:

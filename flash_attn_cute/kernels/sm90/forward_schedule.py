@@ -1,6 +1,6 @@
 """The schedule of the forward kernel (``forward``): roles, pipelines, shared memory and steps of a configuration."""
 
-from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS, Buffer, Pipeline, Role, Schedule, Step, operand
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import half_blocks_schedule
 
@@ -21,7 +21,9 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     assert c.tile_dv <= c.tile_d  # O fits the place of Q
 
     loading, computing = c.registers
-    producer = Role("producer", range(1), loading, "chooses tiles; issues TMA: Q once a tile, K and V block by block")
+    by_block = "K, V and a bias" if c.tiles_bias else "K and V"
+    loads_tiles = f"chooses tiles; issues TMA: Q once a tile, {by_block} block by block"
+    producer = Role("producer", range(1), loading, loads_tiles)
     loads = "the bias row of each block, as float32" if c.has_bias_row else "the bias of each block"
     bias = Role("bias", range(1, 4), loading, f"loads {loads}" if has_bias else "idle")
     mma = Role(
@@ -52,6 +54,19 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     sK = Buffer("sK", (c.tile_n, c.tile_d, c.stages), "key, d, stage", align=1024, swizzle=c.tile_d)
     sV = Buffer("sV", (c.tile_n, c.tile_dv, c.stages), "key, d_v, stage", align=1024, swizzle=c.tile_dv)
     sBias = Buffer("sBias", (c.bias_pitch, c.bias_rows, bias_stages), "byte, row, bias stage", "uint8", align=128)
+    bias_pipeline = Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), (mma.per_warp(),))
+    bias_tiles: tuple[Buffer, ...] = ()
+    if c.tiles_bias:
+        num_tiles = c.bias_stages * warpgroups
+        bias_tiles = (operand("sBiasTile", (64, c.tile_n, num_tiles), "query, key, stage of a warpgroup"),)
+        bias_pipeline = Pipeline(
+            "bias",
+            num_tiles,
+            "bias of a block and a warpgroup",
+            (producer.once(),),
+            (mma.per_warp_of_a_warpgroup(),),
+            bias_tiles[0].stage_bytes,
+        )
 
     of_bias = (
         Step("bias", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
@@ -63,7 +78,13 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     read_row = [Step("mma", "bias.full", f"reads the bias row of block n into {place}", "bias.empty")]
     add_bias = [Step("mma", "bias.full", "adds the bias to S(n)", "bias.empty")]
     add_row = [] if c.adds_to_bias else [Step("mma", "", "adds the bias row to S(n)")]
+    load_tile = [Step("producer", "bias.empty", "loads the bias of block n, each warpgroup's rows", "bias.full")]
+    read_tile = [Step("mma", "bias.full", "reads the bias of block n into registers", "bias.empty")]
     early, late = (read_row, add_row) if c.has_bias_row else ([], add_bias if has_bias else [])
+    # TMA's tiles are read while products are in flight, if registers suffice.
+    beside = read_tile if c.tiles_bias and not c.reads_bias_late else []
+    if c.tiles_bias:
+        late = [*(read_tile if c.reads_bias_late else []), Step("mma", "", "adds the bias to S(n)")]
     done = (mma.per_warp(), bias.per_warp()) if has_bias else (mma.per_warp(),)
     return Schedule(
         kernel="kernels/sm90/forward.py:ForwardSm90",
@@ -78,17 +99,19 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
             Pipeline(
                 "v", c.stages, "V of a block, of all tiles", (producer.once(),), (mma.per_warp(),), sV.stage_bytes
             ),
-            Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), (mma.per_warp(),)),
+            bias_pipeline,
         ),
-        shared=(tiles, entries, sO, sQ, sK, sV, sBias),
+        shared=(tiles, entries, sO, sQ, sK, sV, sBias, *bias_tiles),
         steps=(
             Step("producer", "tiles.empty", "once a tile: publishes its fields, loads Q", "tiles.full"),
             Step("producer", "k.empty", "loads K(n)", "k.full"),
             Step("producer", "v.empty", "loads V(n)", "v.full"),
             *(of_bias if has_bias else ()),
+            *(load_tile if c.tiles_bias else ()),
             *early,
             Step("mma", "k.full, its turn at the tensor cores", f"issues S(n) {becomes} Q K(n)'"),
             Step("mma", "v.full", "issues O += P(n+1) V(n+1)", "the next warpgroup's turn"),
+            *beside,
             Step("mma", "S(n) complete", "releases K(n)", "k.empty"),
             Step("mma", "O complete", "releases V(n+1)", "v.empty"),
             *late,

@@ -32,3 +32,4 @@ class Shared:
     pipe_V: pipeline.PipelineTmaAsync
     entries: cute.Tensor | None  # under a mask
     bias: SharedBias
+    sBiasTile: cute.Tensor | None  # of a bias that TMA loads: stages of warpgroup 0, then those of the next

@@ -55,12 +55,26 @@ class Transfers:
                     shared.pipe_V.producer_acquire(state)  # and its V
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
+                    if const_expr(c.tiles_bias):
+                        self._load_bias(tma.bias, tile, block, shared, state.count)
                     state.advance()
             index = self.tiles.following(a, asked_before, num_tiles)
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
         with cute.arch.elect_one():
             shared.tiles[0, tile_state.index] = Int32(-1)
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
+
+    @cute.jit
+    def _load_bias(self, bias: RowTiles, tile: QueryTile, block: Int32, shared: Shared, step: Int32) -> None:
+        """Loads the bias of a block, each warpgroup's rows when it has released its own stage."""
+        for w in cutlass.range_constexpr(self.warpgroups):
+            ring = shared.bias.ring.part(w, self.warpgroups)
+            ring.wait_empty(step)  # from the warps of the warpgroup
+            with cute.arch.elect_one():
+                ring.announce(step)
+            first = tile.first_query + 64 * w
+            gX = bias.at(first, first + 64, tile.head, tile.batch, block)
+            bias.load(gX, shared.sBiasTile[None, None, w * ring.stages + ring.stage(step)], ring.full(step))
 
     @cute.jit
     def _publish_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:

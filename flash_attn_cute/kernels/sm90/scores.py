@@ -124,6 +124,14 @@ def add_bias(
 
 
 @cute.jit
+def add_bias_tile(acc_S: cute.Tensor, scales: ScoreScales, rBias: cute.Tensor) -> None:
+    """Adds a bias of 16 bits whose elements are laid out as scores are."""
+    pairs = cute.recast_tensor(rBias, Int32)
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        acc_S[i] = fma(acc_S[i], scales.bias, unpack(pairs[i // 2], i % 2, rBias.element_type))
+
+
+@cute.jit
 def add_bias_rows(
     acc_S: cute.Tensor,
     cS: cute.Tensor,

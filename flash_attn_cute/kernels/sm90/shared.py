@@ -43,9 +43,15 @@ def write(
 
 
 @cute.jit
-def read_c(mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32) -> None:
-    """Reads numbers that lie as an accumulator's into registers, from a transposed view of contiguous rows."""
-    tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), sX.element_type), mma)
+def read_c(
+    mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32, transposes: cutlass.Constexpr = False
+) -> None:
+    """Reads a tile into registers that are laid out as an accumulator's.
+
+    ``transposes``: whether it is a transposed view of contiguous rows.
+    """
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposes, 4), sX.element_type)
+    tiled_copy = cute.make_tiled_copy_C(atom, mma)
     from_shared = tiled_copy.get_slice(thread)
     cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(rX))
 

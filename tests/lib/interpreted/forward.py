@@ -11,6 +11,8 @@ from torch import Tensor
 from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward, takes_tiles
+from flash_attn_cute.backends.cute.score_layout import score_layout
+from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec, Results
 from lab import interpreter
@@ -30,9 +32,10 @@ NUM_SMS = 2
 
 def planned(call: Call, capability: tuple[int, int] = B200) -> tuple[Any, Any]:
     """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
-    _, spec = as_given(call)
+    inputs, spec = as_given(call)
     num_sequences = 0 if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
-    shapes = Shapes(call.q.shape, call.k.shape, num_sequences, FEW_QUERIES + 1)
+    layout = score_layout(over_scores(inputs))
+    shapes = Shapes(call.q.shape, call.k.shape, num_sequences, FEW_QUERIES + 1, scores=layout)
     config, numbers, _ = plan_forward(architecture_of(capability), spec, shapes, NUM_SMS)
     return config, numbers
 

@@ -99,7 +99,8 @@ def bias_gradient_config(
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = tile_columns(head_dim), tile_columns(head_dim_v)
     # As in the forward pass.
-    features = replace(features.of_pass("bias_gradient"), uniform_bias=False, paired_bias=False)
+    unread = "uniform_bias paired_bias tiled_bias"
+    features = replace(features.of_pass("bias_gradient"), **dict.fromkeys(unread.split(), False))
     tiles = (
         BiasGradientConfig(target, dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in (128, 64)
     )

@@ -1,6 +1,6 @@
 """Tile sizes of Hopper's kernel for the gradient of a bias, and all else that changes its code. Needs no cutlass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
@@ -58,7 +58,7 @@ def bias_gradient_config(
     """The configuration that serves a call, from the features of its backward pass."""
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = tile_columns(head_dim), tile_columns(head_dim_v)
-    features = read_alike(features.of_pass("bias_gradient"))
+    features = replace(read_alike(features.of_pass("bias_gradient")), tiled_bias=False)
     widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
     tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in widths)
     return next(tile for tile in tiles if tile._bytes(1) <= SHARED_MEMORY)

@@ -432,7 +432,10 @@ class BackwardCtaSm90(BackwardKernel):
             self._put_out_dQ(work, piece_number(step, tile_idx))
         self._read_units(work, stage)
         warpgroup.wait_group(0)  # dK is there
-        shared.rings.q.release(step)  # to warp 0
+        if const_expr(self.config.fixed_point):
+            shared.rings.q.release_read(step)  # to warp 0
+        else:
+            shared.rings.q.release(step)
 
     @cute.jit
     def _read_K(self, work: "_Work", tile_idx: Int32) -> None:
@@ -447,8 +450,8 @@ class BackwardCtaSm90(BackwardKernel):
         ring, sBias = work.shared.rings.bias, work.shared.sBiasTile
         sBias = cute.local_tile(sBias, (64, 64, ring.stages), (0, work.warpgroup, 0))
         ring.wait_full(step)  # from warp 0
-        read_c(work.mmas.S, transposed(sBias)[None, None, ring.stage(step)], work.rBias, work.thread)
-        ring.release(step)  # to warp 0
+        read_c(work.mmas.S, transposed(sBias)[None, None, ring.stage(step)], work.rBias, work.thread, transposes=True)
+        ring.release_read(step)  # to warp 0
         bias = rows_and_columns(work.rBias)
         return Transposed(bias, range(cute.size(bias, mode=[1])))
 
