@@ -231,6 +231,11 @@ FORWARD_PAIR: Bugs = {
             "d256",
             lint="proxy",
         ),
+        Bug(
+            "a tile's fields are given back while they are read",
+            arrivals(SECOND + _SOFTMAX, "tiles.empty").ahead("fence.proxy.async").left_out(),
+            "tiles",
+        ),
         no_fence_before(
             "the stores of P and their arrival in the other CTA", arrivals(_SOFTMAX, "scores.empty"), "d256"
         ),

@@ -9,7 +9,7 @@ from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_
 # Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
 _OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
 _PRODUCER, _STORING, _FILLING, _MMA = (_OF_CTA[name][0] for name in ("producer", "storing", "filling", "mma"))
-_GRADIENTS, _SUMS = (_OF_CLUSTER[name][0] for name in ("gradients", "sums"))
+_SCORES, _GRADIENTS, _SUMS = (_OF_CLUSTER[name][0] for name in ("scores", "gradients", "sums"))
 _SIGNALS_LAG = frozenset(_OF_CTA["filling"])
 _SECOND_LAGS = frozenset(_OF_CTA["mma"][4:])  # the second warpgroup
 _LAST_LAGS = frozenset(_OF_CLUSTER["gradients"][-1:])
@@ -121,6 +121,11 @@ HOPPER_CLUSTER: Bugs = {
             find(_GRADIENTS, "fence.proxy.async", 2)[0].left_out(),
             "steps",
             lint="proxy",
+        ),
+        Bug(
+            "lse is released while it is read",
+            arrivals(_SCORES, "q.empty").ahead("fence.proxy.async").left_out(),
+            "steps",
         ),
     ),
     "wrong phase": (wrong_phase("Q's producer waits for the other phase", _PRODUCER, "q.empty", "steps"),),

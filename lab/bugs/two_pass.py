@@ -135,6 +135,11 @@ TWO_PASS: Bugs = {
             "one",
             lint="proxy",
         ),
+        Bug(
+            "the first pass gives lse back while it is read",
+            arrivals(_COMPUTE, "q.empty", 2)[0].ahead("fence.proxy.async").left_out(),
+            "d256",
+        ),
     ),
     "registers": (
         Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),

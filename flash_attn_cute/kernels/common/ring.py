@@ -116,6 +116,10 @@ class Ring:
         end_reads()
         self.release(step)
 
+    def release_fields(self, step: Int32) -> None:
+        """``release`` by a consumer warp that has read the step's fields, which the producer has published."""
+        self.release(step)
+
     @cute.jit
     def release_in_both(self, step: Int32) -> None:
         """``release`` at the barriers of both CTAs of a cluster."""
@@ -137,6 +141,12 @@ class LedRing(Ring):
     def release(self, step: Int32) -> None:
         """Arrives at the leader's empty barrier."""
         arrive_as_warp(self.empty(step), _LEADER)
+
+    @cute.jit
+    def release_fields(self, step: Int32) -> None:
+        """``release`` of fields, over which ``publish`` writes as TMA does in the second CTA."""
+        end_reads()
+        self.release(step)
 
     def publish(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
         """Publishes a step's fields to both CTAs, by the thread of the leader that has written them.

@@ -163,7 +163,7 @@ class ForwardSm100(ForwardKernel):
         tiles.wait_full(step)  # from the producer
         while shared.tiles[0, tiles.stage(step)] >= 0:
             num_blocks = QueryTile.read(c, shared.tiles[None, tiles.stage(step)]).blocks.num
-            tiles.release(step)  # to the producer
+            tiles.release_fields(step)  # to the producer
             for i in cutlass.range(num_blocks, unroll=1):
                 self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
             step += 1
@@ -291,7 +291,7 @@ class ForwardSm100(ForwardKernel):
                 shared.stats[thread, 1, part] = rows.softmax.row_max[0]
                 rings.stats.arrive(stats_step)  # to it
                 stats_step += c.q_parts
-            rings.tiles.release(step)  # to the producer
+            rings.tiles.release_fields(step)  # to the producer
             step += 1
             rings.tiles.wait_full(step)
         if const_expr(c.q_parts == 1):

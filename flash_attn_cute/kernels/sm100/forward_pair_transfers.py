@@ -29,7 +29,7 @@ class PairProducer(Producer):
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             tile = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step)])
             first_key, head_k = shared.first_key(step), tile.head // heads_a_key_head
-            rings.tiles.release(step)  # to the leader's producer
+            rings.tiles.release_fields(step)  # to the leader's producer
             for i in cutlass.range(tile.blocks.num, unroll=1):
                 start = tile.blocks.nth(i) * c.tile_n
                 own = start + c.keys_shared * rank

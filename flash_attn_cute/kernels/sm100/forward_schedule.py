@@ -40,7 +40,10 @@ _ORDERS = (
         "st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait",
     ),
 )
-_ORDER_OF_TILES = Order("tiles -> second CTA", "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait")
+_ORDER_OF_TILES = Order(
+    "tiles -> second CTA",
+    "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait; read -> overwritten: proxy fence, arrival -> wait",
+)
 
 
 def forward_schedule(config: ForwardConfig) -> Schedule:

@@ -144,7 +144,7 @@ class Epilogue:
                 self._part(out, step, part, has_keys, o_step + part)
             if has_keys:
                 o_step += c.q_parts
-            rings.tiles.release(step)  # to the producer
+            rings.tiles.release_fields(step)  # to the producer
             step += 1
             rings.tiles.wait_full(step)
         if thread < 32:

@@ -39,7 +39,10 @@ _ORDERS = (
         "tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after",
     ),
     Order("S, dQ, dV, dK: read -> overwritten", f"{_READ}, fence::before, arrival -> wait, fence::after"),
-    Order("operands, lse, delta: TMA -> all", "mbarrier; read -> overwritten: commits and arrivals -> wait, TMA"),
+    Order(
+        "operands, lse, delta: TMA -> all",
+        "mbarrier; read -> overwritten: commits; fence.proxy.async, arrivals -> wait, TMA",
+    ),
     Order(
         "dS in shared memory: threads -> tensor cores",
         "st.shared, fence.proxy.async, arrival -> wait; then commit -> wait",
@@ -55,7 +58,10 @@ _ORDERS_OF_PAIRS = (
         "dS that is sent: threads -> bulk copy", "st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait"
     ),
     Order("dS of the other CTA -> tensor cores", "bulk copy, mbarrier -> wait by its mma warp, arrival -> wait"),
-    Order("tiles -> second CTA", "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait"),
+    Order(
+        "tiles -> second CTA",
+        "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait; read -> overwritten: proxy fence, arrival -> wait",
+    ),
 )
 _ORDERS_OF_KEYS = (
     Order("K in shared memory -> threads", "mbarrier -> wait, ld.shared"),

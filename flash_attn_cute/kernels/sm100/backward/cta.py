@@ -165,7 +165,7 @@ class BackwardCtaSm100(BackwardKernel):
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             rings.k.wait_full(tile_idx)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from the producer
@@ -221,7 +221,7 @@ class BackwardCtaSm100(BackwardKernel):
                     self._step(work, tile_idx, nth, i, step)
                     step += 1
             self._put_out(work, tile_idx)
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             tile_idx += 1
 
     @cute.jit

@@ -125,8 +125,8 @@ class Scores:
         P = self.write_P(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
-        if stores:
-            rings.q.release(step)  # to the producer: lse is read
+        if stores:  # to the producer: lse is read; in one pass dS's fence ends the reads, ahead of dK and its commit
+            (rings.q.release if c.num_passes == 1 else rings.q.release_read)(step)
         return P
 
     def compute_dS(

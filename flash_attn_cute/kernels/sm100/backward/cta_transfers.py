@@ -142,7 +142,7 @@ class Transfers:
         step, tile_idx = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             end = step + num_steps
             for _ in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(c.parts_dQ):
@@ -214,7 +214,7 @@ class Transfers:
                             turn = tile.turn(c, m_block)
                         self._add_block(ws, shared, which, step, block, turn)
                     step += 1
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             tile_idx += 1
 
     def _block_of_dQ(self, ws: Workspace, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:

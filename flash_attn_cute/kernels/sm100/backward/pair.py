@@ -114,7 +114,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the leader's producer
+            shared.tiles.release_fields(tile_idx)  # to the leader's producer
             rings.k.wait_full(tile_idx)  # from producers
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from producers
@@ -191,7 +191,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the leader's producer
+            shared.tiles.release_fields(tile_idx)  # to the leader's producer
             for _ in cutlass.range(num_steps, unroll=1):
                 exchange.wait_full(step)  # from the leader's compute warps
                 exchange.release(step)  # to the leader's mma warp

@@ -33,7 +33,7 @@ class PairTransfers(Transfers):
         while shared.has_tile(tile_idx):
             tile = shared.tile(c, a, tile_idx)
             rank = shared.rank
-            shared.tiles.release(tile_idx)
+            shared.tiles.release_fields(tile_idx)
             start, stop = tile.keys_of(rank, PART_ROWS)
             self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, tile_idx)
             first_step = step

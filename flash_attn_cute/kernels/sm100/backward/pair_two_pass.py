@@ -94,7 +94,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         tile_idx, dq_step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the leader's producer
+            shared.tiles.release_fields(tile_idx)  # to the leader's producer
             rings.keys.wait_full(tile_idx)  # from compute warps: K is there, the last tile's scores are read
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
@@ -183,7 +183,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._compute_P(work, tile_idx, nth, i, step, number)
-                    shared.rings.stats.release(step)  # to the producer
+                    shared.rings.stats.release_read(step)  # to the producer
                     step, number = step + 1, number + 1
             self._put_out(work, tile_idx, (DV,))
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
@@ -192,7 +192,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                     self._compute_dS(work, P, step, plus(number, 1), dq_step)
                     step, number, dq_step = step + 1, number + 2, dq_step + 1
             self._put_out(work, tile_idx, (DK,))
-            shared.tiles.release(tile_idx)  # to the leader's producer
+            shared.tiles.release_fields(tile_idx)  # to the leader's producer
             tile_idx += 1
 
     @cute.jit

@@ -41,7 +41,7 @@ class PairTwoPassTransfers(PairTransfers):
         self._publish_next(a, ws, shared, tile_idx)
         while shared.has_tile(tile_idx):
             tile, num_steps = shared.tile(c, a, tile_idx), shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)
+            shared.tiles.release_fields(tile_idx)
             self._load_own_keys(tile, tma, shared, tile_idx)
             self._load_first_pass(a, ws, tma, shared, _Start(tile, tile_idx, step, do_step, number))
             step, number = step + num_steps, number + num_steps

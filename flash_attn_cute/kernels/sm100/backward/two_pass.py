@@ -69,7 +69,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
         tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             rings.k.wait_full(tile_idx)  # from the producer
             self._first_pass(products, shared, tile_idx, step, number, num_steps)
             step, number = step + num_steps, number + num_steps
@@ -164,7 +164,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                     self.scores.compute_dS(work, P, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, tile_idx, (DK,))
-            shared.tiles.release(tile_idx)  # to the producer
+            shared.tiles.release_fields(tile_idx)  # to the producer
             tile_idx += 1
 
 
