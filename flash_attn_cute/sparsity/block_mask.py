@@ -441,7 +441,8 @@ class BlockMask(TabledMask):
         dimensions, and of 128 at others, both are made.
 
         Args:
-            device: of the calls; None for that of the mask's tensors.
+            device: of the calls; None for that of the mask's tensors. Tables on the meta device have room for all
+                blocks.
             tables: whether to make also the tables of windows and documents, which dense calls do not need.
 
         Raises:
@@ -530,7 +531,7 @@ class BlockMask(TabledMask):
         parts = [_describe(self.sizes)]
         if self.selection_block:
             parts.append(f"blocks of {self.selection_block} keys selected per query")
-        elif not self._rows:
+        elif not any(self._devices_of_tables()):
             parts.append("no tables")
         else:
             parts.append(str(self.statistics))

@@ -4,6 +4,8 @@ There is a row for each block of 128 queries. It lists full and partial blocks t
 Making rows reads back from the device how many blocks there are of each kind.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,13 @@ def build(node: Node, sizes: Sizes, device: torch.device) -> BlockRows:
         found.classify(node, row_of, n)
         row, before = next_row, ends[next_row - 1]
     return found.rows()
+
+
+def without_data(sizes: Sizes) -> BlockRows:
+    """Rows on the meta device, where expressions cannot be asked: they have room for all blocks."""
+    sets = sizes.batch, sizes.heads
+    shapes = (*sets, sizes.blocks_q, 2), (math.prod(sets) * sizes.blocks_q * sizes.blocks_k, 2), (0, TILE, bits.WORDS)
+    return BlockRows(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
 
 
 class _FoundBlocks:

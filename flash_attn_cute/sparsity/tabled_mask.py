@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -174,7 +175,7 @@ class TabledMask:
 
         def find() -> Offsets | None:
             self._node.use()
-            return Offsets.of(ids)
+            return None if ids.is_meta else Offsets.of(ids)
 
         return kept.made(self._offsets, device, device, find)
 
@@ -245,6 +246,8 @@ class TabledMask:
             node.use()
             if isinstance(node, Indices):
                 return BlockTables(node.rows(), None, node.real)
+            if device.type == "meta":
+                return BlockTables(row_tables.without_data(self.sizes), None)
             rows = row_tables.build(node, self.sizes, device)
             return BlockTables(rows, None, row_tables.real_rows(node, rows, self.sizes))
 
@@ -252,14 +255,16 @@ class TabledMask:
         if not backward:
             return tables
         launch = kept.made(self._tables, (device, _LAUNCH), device, lambda: self._launch_of(tables))
-        if self._is_searched:
+        if self._is_searched and device.type != "meta":
             contention = _Contention(launch.low_contention, launch.m_block_order is not None)
             object.__setattr__(self, "_contention", contention)
         key = (device, _HALVES) if self._lists_halves(tables, most_listed) else device
         return kept.made(self._tables, key, device, lambda: self._with_columns(tables, launch, most_listed))
 
     def _launch_of(self, tables: BlockTables) -> Launch:
-        """Finds the launch of the tiles of keys."""
+        """Finds the launch of the tiles of keys: the default one on the meta device, which has no numbers."""
+        if tables.rows.spans.is_meta:
+            return column_tables.launch_of("default", tables.rows, self.sizes, self._group)
         if self._sources is not None and isinstance(self._order, Tensor):
             self._sources.use({"order": [self._order]})
         return column_tables.launch_of(self._order, tables.rows, self.sizes, self._group)
@@ -276,7 +281,11 @@ class TabledMask:
         m_block_order = launch.m_block_order if self.half_columns else None
         return tables._replace(columns=column_tables.half_columns(rows, launch.order, sizes, m_block_order, most))
 
+    def _devices_of_tables(self) -> Iterator[torch.device]:
+        """Devices on which tables have been made; none are on the meta device, which keeps no numbers."""
+        return (device for device in self._rows if device.type != "meta")
+
     def _any_tables(self) -> BlockTables:
         """Tables on a device that has some already, if any."""
-        device = next(iter(self._rows), self.device or torch.device("cpu"))
+        device = next(self._devices_of_tables(), self.device or torch.device("cpu"))
         return self.tables(device, backward=False)

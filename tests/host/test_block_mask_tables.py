@@ -1,13 +1,14 @@
 """Costs of tables of block masks: equal tiles are stored once, and few blocks are looked at, by few operators."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import BlockMask
+from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.sparsity import bits, row_tables
 from tests.lib.masks import (
     TILE,
@@ -133,6 +134,49 @@ def test_of_blocks_that_are_alike_one_is_looked_at(monkeypatch: pytest.MonkeyPat
         tables_of(mask)
         assert sum(looked_at) <= most
         looked_at.clear()
+
+
+META = torch.device("meta")
+ON_META: dict[str, Callable[[], BlockMask]] = {
+    "window": lambda: BlockMask.window(200, 300, left=40),
+    "prefix": lambda: BlockMask.prefix_lm(200, 300, 70),
+    "documents": lambda: BlockMask.documents(torch.zeros(2, 200, dtype=torch.int32, device=META)),
+    "heads": lambda: BlockMask.from_dense(torch.ones(2, 4, 200, 300, dtype=torch.bool, device=META)),
+    "function": lambda: BlockMask.from_function(lambda _b, _h, i, j: j <= i, 200, 300, device=META),
+    "searched": lambda: BlockMask.prefix_lm(200, 300, 70).with_order("permutation"),
+    "ordered": lambda: BlockMask.from_dense(torch.ones(200, 300, dtype=torch.bool, device=META)).with_order(
+        torch.zeros(3, dtype=torch.int32, device=META)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_META)
+@pytest.mark.parametrize("built", [False, True], ids=["call", "build"])
+def test_meta_tensors(name: str, built: bool) -> None:
+    """Results and gradients have their shapes, and tables that do for any mask of the sizes."""
+    mask = ON_META[name]()
+    if built:
+        assert mask.build(META, tables=True) is mask
+        tables = mask.tables(META, backward=True)
+        assert all(x is None or x.is_meta for x in tables.flat())
+        assert len(tables.rows.entries) == mask.batch * mask.heads * mask.sizes.blocks_q * mask.sizes.blocks_k
+    q = torch.empty(2, mask.seqlen_q, 4, 16, device=META, requires_grad=True)
+    k, v = (torch.empty(2, mask.seqlen_k, 4, 16, device=META, requires_grad=True) for _ in range(2))
+    out = flash_attn_func(q, k, v, block_mask=mask)
+    assert (out.shape, out.device) == (q.shape, META)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert "no tables" in repr(mask)
+
+
+def test_tables_on_meta_leave_those_elsewhere_alone() -> None:
+    """Statistics and the search read tables that have numbers."""
+    mask, expected = (BlockMask.prefix_lm(512, 512, 100).with_order("permutation") for _ in range(2))
+    mask.build("meta")
+    assert mask.statistics == expected.statistics
+    assert mask.has_m_block_order
+    assert are_equal(tables_of(mask), tables_of(expected))
+    assert (mask.low_contention, mask.has_m_block_order) == (expected.low_contention, expected.has_m_block_order)
 
 
 def memory(mask: BlockMask) -> int:
