@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -153,7 +154,7 @@ def run_bundle(path: Path, out: Path) -> None:
     """Puts the kernels of the folder that this installation can use into a bundle, and prints its path."""
     surroundings = key.surroundings()
     kernels = []
-    with disk.Folder(path, create=False) as folder:
+    with suppress(FileNotFoundError), disk.Folder(path, create=False) as folder:
         for entry in folder.entries():
             code = folder.read(entry.name)
             if code is not None and entry.identity is not None and surroundings.items() <= entry.identity.items():

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class DamagedBundleError(RuntimeError):
@@ -30,10 +30,10 @@ class Bundle:
 
         Raises:
             DamagedBundleError: the index is not what the file's name says.
-            OSError: the file cannot be read.
+            OSError: the file cannot be opened, by the variable's name.
         """
         self.path = path
-        with open(path, "rb") as file:
+        with _opened_file(path) as file:
             index = file.readline()
             self._codes = len(index)
         if path.name != _file_name(index):
@@ -50,7 +50,7 @@ class Bundle:
         entry = self.index.get(name)
         if entry is None:
             return None
-        with open(self.path, "rb") as file:
+        with _opened_file(self.path) as file:
             file.seek(self._codes + entry["start"])
             code = file.read(entry["size"])
         if hashlib.sha256(code).hexdigest() != entry["sha256"]:
@@ -93,6 +93,14 @@ def write(folder: Path, kernels: Iterable[tuple[dict[str, Any], str, bytes]]) ->
             temporary.unlink()
         raise
     return path
+
+
+def _opened_file(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        problem = f"FLASH_ATTN_CUTE_BUNDLE: expected a bundle that can be read, got an error ({error.strerror})"
+        raise OSError(error.errno, problem, str(path)) from error
 
 
 def _file_name(index: bytes) -> str:

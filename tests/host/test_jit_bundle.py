@@ -118,6 +118,29 @@ def test_only_kernels_that_can_be_used_are_bundled(
     assert not (tmp_path / "bundles").exists()
 
 
+def test_without_a_folder_nothing_is_bundled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "none"))
+    assert command.main(["bundle", str(tmp_path / "bundles")]) == 1
+    assert f"{tmp_path / 'none'} has no kernels that this installation can use" in capsys.readouterr().err
+
+
+def test_a_bundle_that_cannot_be_opened(bundled: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none, or it goes after its index has been read."""
+    named = "FLASH_ATTN_CUTE_BUNDLE: expected a bundle that can be read, .*: {!r}"
+    there = bundle.Bundle(bundled)
+    bundled.unlink()
+    with pytest.raises(FileNotFoundError, match=named.format(str(bundled))):
+        there.read(*there.index)
+    with pytest.raises(FileNotFoundError, match=named.format(str(bundled))):
+        cache.kernel(CONFIG)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", str(bundled.parent))
+    with pytest.raises(IsADirectoryError, match=named.format(str(bundled.parent))):
+        cache.kernel(CONFIG)
+    assert compiler.calls == 1
+
+
 def test_a_bundle_is_an_absolute_path(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", "here")
     with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_BUNDLE: expected an absolute path, got 'here'"):
