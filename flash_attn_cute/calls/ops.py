@@ -60,8 +60,8 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
     """
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
-    # Not all that follows would refuse tangents; some would take them for zero.
-    if _have_tangents(*leaves):
+    # Not all that follows would refuse tangents; some would take them for zero. Most calls are spared a function.
+    if forward_ad._current_level >= 0 and _have_tangents(*leaves):
         raise NotImplementedError(_NO_TANGENTS)
     if watched:
         _register_flop_formulas()

@@ -165,8 +165,9 @@ def check_block_lengths(lengths: Any, block: tuple[int, int], sizes: Sizes) -> l
         if lengths.device.type != "cpu":
             raise ValueError(f"block_lengths: expected lengths on the host, got a tensor on {lengths.device}")
         lengths = lengths.tolist()
-    found = [n for x in lengths if (n := as_int(x)) is not None] if isinstance(lengths, (list, tuple)) else None
-    if found is None or len(found) != len(lengths):
+    numbers = [as_int(x) for x in lengths] if isinstance(lengths, (list, tuple)) else [None]
+    found = [n for n in numbers if n is not None]
+    if len(found) != len(numbers):
         raise TypeError(f"block_lengths: expected ints or a tensor of them, got {lengths!r}")
     size, rows = block[0], len(lengths) * block[0]
     if block[1] != size or not rows == sizes.seqlen_q == sizes.seqlen_k:
