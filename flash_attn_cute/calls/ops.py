@@ -196,7 +196,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    _refuse_tangents(dout, dlse)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(dout, dlse)
     saved = ctx.saved_tensors
     tensors, anys, (out, lse, residual) = saved[:NUM_ALL_TENSORS], saved[NUM_ALL_TENSORS:-3], saved[-3:]
     call = *tensors, *ctx.numbers, *anys
@@ -395,7 +396,8 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
-        _refuse_tangents(dout, dlse)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(dout, dlse)
         *tensors, out, lse, residual = ctx.saved_tensors
         others, plan = ctx.others
         inputs = AttentionInputs(*tensors, *others)
