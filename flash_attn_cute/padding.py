@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import torch_modes
-from flash_attn_cute.spec import as_int, statically_true
+from flash_attn_cute.spec import check_int, statically_true
 
 
 class Packing(NamedTuple):
@@ -51,9 +51,7 @@ class Packing(NamedTuple):
                 the host; else the rows in excess count as padding.
         """
         _check_mask("mask", mask)
-        bound = None if total is None else as_int(total)
-        if total is not None and bound is None:
-            raise TypeError(f"total: expected None or an int, got {total!r}")
+        bound = None if total is None else check_int("total", total, "None or an int")
         if bound is not None and statically_true(bound < 0):
             raise ValueError(f"total: expected at least 0, got {bound}")
         counted = mask.flatten().cumsum(0)

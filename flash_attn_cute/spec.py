@@ -31,6 +31,18 @@ def as_int(value: Any) -> int | None:
     return None if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
 
 
+def check_int(name: str, value: Any, expected: str = "an int") -> int:
+    """Checks an argument that is to be an int of any kind; returns it as ``as_int`` does.
+
+    Raises:
+        TypeError: none, naming the argument and what was expected.
+    """
+    number = as_int(value)
+    if number is None:
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    return number
+
+
 def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes or bounds holds, so far as is known.
 

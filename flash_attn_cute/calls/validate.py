@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, as_int, statically_true
+from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, as_int, check_int, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Scores are float32 in kernels, and their factors are multiplied by log2(e): both stay finite and normal.
@@ -228,10 +228,7 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
                 f"got {value.dtype} of shape {tuple(value.shape)}"
             )
         return None
-    bound = as_int(value)
-    if bound is None:
-        raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
-    return bound
+    return check_int(name, value, "an int or a 0-d tensor")
 
 
 def _check_range(name: str, bound: int | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_cute import kept
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band, balanced_rows
-from flash_attn_cute.spec import as_int
+from flash_attn_cute.spec import as_int, check_int
 
 T = TypeVar("T")
 
@@ -260,8 +260,7 @@ class Sharding:
             TypeError: a rank that is no int.
             ValueError: a rank that there is not.
         """
-        if as_int(rank) is None:
-            raise TypeError(f"rank: expected an int, got {rank!r}")
+        check_int("rank", rank)
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
         return self.segments[rank]
@@ -438,8 +437,7 @@ def check_dimension(name: str, x: Any, dim: Any) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if as_int(dim) is None:
-        raise TypeError(f"{name}: expected an int as its dimension of rows, got {dim!r}")
+    check_int(name, dim, "an int as its dimension of rows")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
 
@@ -496,9 +494,7 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
     offsets = numbers(name, given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
-    rows = offsets[-1] if total is None else as_int(total)
-    if rows is None:
-        raise TypeError(f"total: expected None or an int, got {total!r}")
+    rows = offsets[-1] if total is None else check_int("total", total, "None or an int")
     for start, stop in itertools.pairwise((0, *offsets, rows)):
         if start > stop:
             raise ValueError(f"{name}: expected offsets from 0 to {rows} that never decrease, got {stop} after {start}")
@@ -506,9 +502,7 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
 
 
 def _check_num_ranks(num_ranks: int) -> int:
-    number = as_int(num_ranks)
-    if number is None:
-        raise TypeError(f"num_ranks: expected an int, got {num_ranks!r}")
+    number = check_int("num_ranks", num_ranks)
     if number < 1:
         raise ValueError(f"num_ranks: expected at least 1, got {number}")
     return number

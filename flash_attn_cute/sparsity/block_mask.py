@@ -31,6 +31,7 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.sparsity.selection import Selection
 from flash_attn_cute.sparsity.statistics import Statistics
 from flash_attn_cute.sparsity.tabled_mask import SELECTION, TabledMask
+from flash_attn_cute.spec import check_int
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -156,7 +157,7 @@ class BlockMask(TabledMask):
             mask_arguments.check_integers("length", length, (1,), "(batch,)")
             length = kept.copied(length).long()
         else:
-            length = mask_arguments.check_int("length", length, "an int or a tensor")
+            length = check_int("length", length, "an int or a tensor")
         return cls(Prefix(length), seqlen_q, seqlen_k)
 
     @classmethod
@@ -191,7 +192,7 @@ class BlockMask(TabledMask):
             TypeError: a length, step or side that is no int.
             ValueError: a length below 0 or above 2^31 - 1, or a step below 1.
         """
-        step = mask_arguments.check_int("step", step)
+        step = check_int("step", step)
         if step < 1:
             raise ValueError(f"step: expected at least 1, got {step}")
         window = cls.window(seqlen_q, seqlen_k, left=left, right=right)
@@ -421,7 +422,7 @@ class BlockMask(TabledMask):
         """
         if self.selection_block:
             raise ValueError(SELECTION.format("order", ", whose tiles have one order"))
-        group = mask_arguments.check_int("group", group)
+        group = check_int("group", group)
         if group < 1 or self.heads % group:
             raise ValueError(f"group: expected a divisor of the mask's {self.heads} heads, got {group}")
         if isinstance(order, Tensor):

@@ -7,17 +7,9 @@ from torch import Tensor
 
 from flash_attn_cute import kept
 from flash_attn_cute.sparsity.score_blocks import Sizes
-from flash_attn_cute.spec import as_int
+from flash_attn_cute.spec import as_int, check_int
 
 _MAX_LENGTH = 2**31 - 1
-
-
-def check_int(name: str, value: Any, expected: str = "an int") -> int:
-    """Checks an int of any kind, symbolic ones and NumPy's included; returns it as ``spec.as_int`` does."""
-    number = as_int(value)
-    if number is None:
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    return number
 
 
 def check_flags(name: str, x: Any, last: str) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity import mask_arguments
 from flash_attn_cute.sparsity.nodes import PerHead
+from flash_attn_cute.spec import check_int
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +33,7 @@ class Selection(PerHead):
         """Checks the arguments of ``BlockMask.from_selection`` and makes a node of them."""
         shape = "(batch, heads, seqlen_q, top) or (total_q, heads, top)"
         mask_arguments.check_integers("indices", indices, (3, 4), shape)
-        block = mask_arguments.check_int("block", block)
+        block = check_int("block", block)
         if block < 1:
             raise ValueError(f"block: expected at least 1, got {block}")
         if block >= 2**31:
