@@ -102,7 +102,7 @@ class Box(Copy):
 
     def load(self, cta: Cta) -> None:
         """Copies from global memory, with zeros behind the end of the tensor."""
-        weak.overwrite(self, cta, self.shared[:, ::8] // 8)
+        weak.overwrite(self, cta, 2 * self.shared[:, ::8])
         data = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
         for shared in (cta.shared, cta.shown):
             shared.view("u2")[self.shared] = data
@@ -143,7 +143,7 @@ class Bytes(_Range):
 
     def load(self, cta: Cta) -> None:
         """Copies from global memory."""
-        weak.overwrite(self, cta, slice(self.shared.start // 16, self.shared.stop // 16))
+        weak.overwrite(self, cta, self.shared)
         cta.shared[self.shared] = cta.shown[self.shared] = cta.memory[self.whole]
 
     def read(self, cta: Cta) -> Array:
@@ -171,7 +171,7 @@ class BetweenCtas(_Range, Load):
 
     def load(self, cta: Cta) -> None:
         """Copies to the other CTA."""
-        weak.overwrite(self, self.target, slice(self.whole.start // 16, self.whole.stop // 16))
+        weak.overwrite(self, self.target, self.whole)
         self.target.shared[self.whole] = self.target.shown[self.whole] = cta.shown[self.shared]
 
 

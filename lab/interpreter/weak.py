@@ -63,12 +63,16 @@ def end_reads(warp: Warp, lanes: Array) -> None:
         warp.late.reading = np.zeros_like(lanes)
 
 
-def overwrite(copy: Copy, cta: Cta, chunks: Array | slice) -> None:
-    """Checks what TMA writes to a CTA's shared memory, as numbers of chunks of 16 bytes.
+def overwrite(copy: Copy, cta: Cta, places: Array | slice) -> None:
+    """Checks what TMA writes to a CTA's shared memory: 16 aligned bytes at each of some places, or a range of bytes.
 
     Raises:
         FaultError: a warp may still be reading there, as far as who asked for the copy knows.
     """
+    if isinstance(places, slice):
+        chunks: Array | slice = slice(places.start // _CHUNK, places.stop // _CHUNK)
+    else:
+        chunks = places // _CHUNK
     for index, reads in cta.reads.items():
         number = warp_number(cta.rank, index)
         arrivals = int(copy.known[number]) + (copy.warp.number == number)
