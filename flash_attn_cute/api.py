@@ -387,10 +387,7 @@ def flash_attn_varlen_func(
         backend=backend,
         dropout_p=dropout_p,
     )
-    bounds = (
-        validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
-        validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
-    )
+    bounds = validate.check_bounds(max_seqlen_q, max_seqlen_k)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = AttentionCall(q, k, v, *lengths, learnable_sink, mask, bias, bounds, block_mask, options, backend)
     return attend(call).asked(return_lse)
@@ -415,11 +412,7 @@ def check_arguments(
         TypeError: as both functions do.
         ValueError: likewise.
     """
-    bounds = None
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        bounds = (
-            validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
-            validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
-        )
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    bounds = validate.check_bounds(max_seqlen_q, max_seqlen_k) if is_packed else None
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check(AttentionCall(q, k, v, *lengths, bounds=bounds, options=validate.check_options(**options)))

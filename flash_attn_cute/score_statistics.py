@@ -148,10 +148,7 @@ def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
     names = "softmax_scale", "causal", "window_size", "backend"
     options: Any = {name: x for name, x in pairs.items() if name in names}
     lengths = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
-    bounds = None
-    if "cu_seqlens_q" in pairs:
-        most_q, most_k = (validate.check_max_seqlen(x, pairs[x]) for x in ("max_seqlen_q", "max_seqlen_k"))
-        bounds = most_q, most_k
+    bounds = validate.check_bounds(pairs["max_seqlen_q"], pairs["max_seqlen_k"]) if "cu_seqlens_q" in pairs else None
     checked = validate.check_options(**options)
     call = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
     return call.with_tensors(**lengths)

@@ -133,11 +133,7 @@ def explain(
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias)
     call = AttentionCall(*tensors, None, block_mask, options, backend)
     if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
-        bounds = (
-            validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),  # type: ignore[arg-type]
-            validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),  # type: ignore[arg-type]
-        )
-        call = call._replace(bounds=bounds)
+        call = call._replace(bounds=validate.check_bounds(max_seqlen_q, max_seqlen_k))
     elif nested.is_nested(call):
         call, _ = nested.as_packed(call)
     call = lowering.of(call).call

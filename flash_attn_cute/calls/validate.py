@@ -214,6 +214,11 @@ def _check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: to
         raise ValueError(f"block_mask: expected the device of q, {device}, got {block_mask.device}")
 
 
+def check_bounds(max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[int | None, int | None]:
+    """The types of both bounds of a packed call checked; see ``check_max_seqlen``."""
+    return check_max_seqlen("max_seqlen_q", max_seqlen_q), check_max_seqlen("max_seqlen_k", max_seqlen_k)
+
+
 def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
     """The type of one bound of a packed call checked; None for a tensor, which may be on the device and is never read.
 
