@@ -103,6 +103,16 @@ def test_wrong_options_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert unknown(plot, arguments, monkeypatch, capsys) == ["--sequence"]
 
 
+def test_rows_of_tables_have_the_cells_of_their_titles() -> None:
+    """A row of another table in its place has another number of cells."""
+    for page in TEXTS:
+        titles = None
+        for line in page.read_text().splitlines():
+            cells = re.sub(r"`[^`]*`", "", line).count("|") if line.startswith("|") else None
+            titles = cells if titles is None or cells is None else titles
+            assert cells == titles, f"{page.relative_to(ROOT)}: {line}"
+
+
 @pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """It builds without a warning, has every page in its navigation, and every public name in its reference."""
