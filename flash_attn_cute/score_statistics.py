@@ -103,7 +103,8 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
 
     Raises:
         TypeError: an argument that is not of ``Pairs``; else as ``flash_attn_func`` does.
-        ValueError: lse of another shape or device, a softmax_scale of 0; else as ``flash_attn_func`` does.
+        ValueError: lse of another shape or device; a softmax_scale of 0, or, where kernels other than Hopper's serve a
+            call, one whose inverse is not in the range of q's dtype; else as ``flash_attn_func`` does.
     """
     _refuse_unknown(pairs)
     call = _call(q, k, pairs)
@@ -125,13 +126,11 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
 def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pairs) -> Tensor:
     """Column sums by attention from keys to queries; ``rows`` is lse as a column of q."""
     hidden = rows == -math.inf
-    # A power of two, so that no part of lse is larger than lse.
-    factor = math.copysign(2.0 ** math.ceil(-math.log2(abs(scale))), scale)
+    factor = _inverse_of(scale, q.dtype)
     d = q.shape[-1]
-    longer_q = q.new_empty(*q.shape[:-1], d + 8)
-    longer_q[..., :d].copy_(q).masked_fill_(hidden, 0.0)
+    # Made of q and lse at once, as either may be what vmap maps over.
+    longer_q = torch.nn.functional.pad(q.masked_fill(hidden, 0.0), (0, 8))
     longer_q[..., d : d + 3] = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
-    longer_q[..., d + 3 :] = 0.0
     longer_k = k.new_empty(*k.shape[:-2], q.shape[-2], d + 8)
     longer_k.unflatten(-2, (k.shape[-2], -1))[..., :d] = k[..., None, :]
     longer_k[..., d : d + 3] = factor
@@ -141,6 +140,23 @@ def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pai
     turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}
     _, log_sums = _attention(longer_k, longer_q, longer_q[..., :8], turned)
     return log_sums.exp()
+
+
+def _inverse_of(scale: float, dtype: torch.dtype) -> float:
+    """A power of two near 1 / scale, so that no part of lse is larger than lse.
+
+    Raises:
+        ValueError: it is no normal number of the dtype.
+    """
+    numbers = torch.finfo(dtype)
+    factor = 2.0 ** math.ceil(-math.log2(abs(scale)))
+    if not numbers.smallest_normal <= factor <= numbers.max:
+        least, most = 2.0 ** -math.floor(math.log2(numbers.max)), 1 / numbers.smallest_normal
+        raise ValueError(
+            f"softmax_scale: expected a magnitude from {least:.3g} to {most:.3g}, as column sums of {dtype} need "
+            f"without a kernel of their own, got {scale}"
+        )
+    return math.copysign(factor, scale)
 
 
 def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:

@@ -240,3 +240,29 @@ def test_scores_of_any_size() -> None:
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
         true = scores.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf).softmax(-1).sum(-2)
         torch.testing.assert_close(column_sums(q, k, lse, causal=True).double(), true, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("scale", [2.0**-15, -(2.0**14), 1e-6, 1e5], ids=str)
+def test_scales_at_the_ends_of_float16(scale: float) -> None:
+    """The inverse of the scale stands in a column of k: one that float16 has not is refused, not summed up to NaN."""
+    q, k = (torch.randn(1, 40, 2, 8).div(max(abs(scale), 1) ** 0.5).half() for _ in range(2))
+    _, lse = flash_attn_func(q, k, k, softmax_scale=scale, return_lse=True)
+    if 2.0**-15 <= abs(scale) <= 2.0**14:
+        true = (scale * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())).softmax(-1).sum(-2)
+        sums = column_sums(q, k, lse, softmax_scale=scale)
+        torch.testing.assert_close(sums.double(), true, rtol=1e-4, atol=1e-4)
+        return
+    with pytest.raises(ValueError, match=r"softmax_scale: expected a magnitude from 3.05e-05 to 1.64e\+04, as column"):
+        column_sums(q, k, lse, softmax_scale=scale)
+    assert column_sums(q.double(), k.double(), lse.double(), softmax_scale=scale).isfinite().all()
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0)], ids=["q", "k", "lse"])
+def test_maps_over_one_argument(mapped: tuple[int | None, ...]) -> None:
+    q, k = torch.randn(2, 1, 9, 2, 8)
+    _, lse = flash_attn_func(q, k, k, return_lse=True)
+    given = [x if dim is None else torch.stack([x, x + 1]) for x, dim in zip((q, k, lse), mapped, strict=True)]
+    got = torch.vmap(column_sums, mapped)(*given)
+    for i, sums in enumerate(got):
+        one = [x if dim is None else x[i] for x, dim in zip(given, mapped, strict=True)]
+        torch.testing.assert_close(sums, column_sums(*one))
