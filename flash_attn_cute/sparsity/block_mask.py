@@ -125,16 +125,18 @@ class BlockMask(TabledMask):
         Args:
             ids: (seqlen_q,) or (batch, seqlen_q), int32 or int64: the document of each query. Negative is padding:
                 whatever such rows hold reaches nothing, NaN included, unless ``|`` makes them visible.
-            ids_k: (seqlen_k,) or (batch, seqlen_k): likewise of each key. None: ids.
+            ids_k: (seqlen_k,) or (batch, seqlen_k): likewise of each key, beside ids. None: ids.
             cu_seqlens: (documents + 1,), int32 or int64, instead of ids: the offsets of the documents' queries. Rows
-                that they leave out are padding.
+                that they leave out are padding. Their order and range are checked with ``FLASH_ATTN_CUTE_CHECK=1``.
             cu_seqlens_k: likewise of their keys. None: cu_seqlens.
             seqlen_q: queries, required with cu_seqlens, as reading the last offset would wait for the device.
             seqlen_k: keys, likewise. None: seqlen_q.
 
         Raises:
             TypeError: a tensor of another dtype, or something else in its place.
-            ValueError: both or neither of ids and cu_seqlens, or a wrong shape or device.
+            ValueError: both or neither of ids and cu_seqlens, keys that are said in the other way, a length that is not
+                that of ids, or a wrong shape or device; with ``FLASH_ATTN_CUTE_CHECK=1`` offsets that decrease or that
+                leave the rows.
         """
         ids, ids_k = mask_arguments.ids_of(ids, ids_k, cu_seqlens, cu_seqlens_k, seqlen_q, seqlen_k)
         return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
@@ -157,7 +159,7 @@ class BlockMask(TabledMask):
             mask_arguments.check_integers("length", length, (1,), "(batch,)")
             length = kept.copied(length).long()
         else:
-            length = check_int("length", length, "an int or a tensor")
+            length = mask_arguments.limited(check_int("length", length, "an int or a tensor"))
         return cls(Prefix(length), seqlen_q, seqlen_k)
 
     @classmethod
@@ -196,7 +198,7 @@ class BlockMask(TabledMask):
         if step < 1:
             raise ValueError(f"step: expected at least 1, got {step}")
         window = cls.window(seqlen_q, seqlen_k, left=left, right=right)
-        dilation = Dilation(step, window.seqlen_k - window.seqlen_q)
+        dilation = Dilation(mask_arguments.limited(step), window.seqlen_k - window.seqlen_q)
         return cls(And(window._node, dilation), window.seqlen_q, window.seqlen_k)
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
+from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.spec import as_int, check_int
 
@@ -17,6 +17,7 @@ def check_flags(name: str, x: Any, last: str) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a bool tensor, got {given}")
+    check_layout(name, x)
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: expected shape ([[batch,] heads,] {last}), got shape {tuple(x.shape)}")
     return x[(None,) * (4 - x.ndim)]
@@ -35,11 +36,26 @@ def _check_length(name: str, length: int) -> int:
 
 
 def check_side(name: str, side: int | None) -> int | None:
-    """Checks one side of a window; returns None if it is unbounded."""
+    """Checks one side of a window; returns None if it is unbounded, or wider than any sequence is long."""
     if side is None:
         return None
     side = check_int(name, side, "None or an int")
-    return side if side >= 0 else None
+    return side if 0 <= side < _MAX_LENGTH else None
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """Checks that a tensor is strided, and neither sparse nor nested.
+
+    Raises:
+        TypeError: another layout.
+    """
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
+
+
+def limited(number: int) -> int:
+    """A number of rows or keys that tensors of int64 can hold; above the longest sequence they are all the same."""
+    return min(max(number, -1), _MAX_LENGTH)
 
 
 def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, beside: Tensor | None = None) -> None:
@@ -53,13 +69,14 @@ def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, bes
         beside: a tensor on whose device it has to be.
 
     Raises:
-        TypeError: not an int32 or int64 tensor.
+        TypeError: not a strided int32 or int64 tensor.
         ValueError: a wrong number of dimensions, or another device.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
+    check_layout(name, x)
     if x.ndim not in ndims:
         raise ValueError(f"{name}: expected shape {shape}, got shape {tuple(x.shape)}")
     if beside is not None and x.device != beside.device:
@@ -81,6 +98,10 @@ def ids_of(
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
+    if (cu_seqlens is None and cu_seqlens_k is not None) or (ids is None and ids_k is not None):
+        given, wrong = ("ids", "cu_seqlens_k") if cu_seqlens is None else ("cu_seqlens", "ids_k")
+        raise ValueError(f"{wrong}: expected None beside {given}, got a tensor")
+    lengths = (seqlen_q, seqlen_k)
     if cu_seqlens is not None:
         if seqlen_q is None:
             raise TypeError("seqlen_q: expected an int beside cu_seqlens, got None")
@@ -96,6 +117,9 @@ def ids_of(
         is_same = cu_seqlens_k is cu_seqlens and seqlen_k == seqlen_q
         ids = _ids_of_offsets(cu_seqlens, seqlen_q)
         ids_k = None if is_same else _ids_of_offsets(cu_seqlens_k, seqlen_k)
+        if settings.check_data() and not torch.compiler.is_compiling():
+            _check_offsets("cu_seqlens", cu_seqlens, seqlen_q)
+            _check_offsets("cu_seqlens_k", cu_seqlens_k, seqlen_k)
     assert ids is not None
     ids_k = ids if ids_k is None else ids_k
     for name, x, shape in (("ids", ids, "(seqlen_q,)"), ("ids_k", ids_k, "(seqlen_k,)")):
@@ -104,7 +128,19 @@ def ids_of(
     ids, ids_k = (kept.copied(x if x.ndim == 2 else x[None]).long() for x in (ids, ids_k))
     if len(ids) != len(ids_k):
         raise ValueError(f"ids_k: expected the batch size of ids, {len(ids)}, got shape {tuple(ids_k.shape)}")
+    for name, length, x in zip(("seqlen_q", "seqlen_k"), lengths, (ids, ids_k), strict=True):
+        if length is not None and _check_length(name, length) != x.shape[1]:
+            raise ValueError(f"{name}: expected None or the rows of ids, {x.shape[1]}, got {length}")
     return ids, ids if is_same else ids_k
+
+
+def _check_offsets(name: str, offsets: Tensor, length: int) -> None:
+    """Checks the data of offsets, which waits for the device."""
+    if (offsets.diff() < 0).any():
+        raise ValueError(f"{name}: expected offsets that never decrease, got {offsets.tolist()}")
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first < 0 or last > length:
+        raise ValueError(f"{name}: expected offsets within {length} rows, got a range from {first} to {last}")
 
 
 def _ids_of_offsets(offsets: Tensor, length: int) -> Tensor:

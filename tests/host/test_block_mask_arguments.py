@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flash_attn_cute import BlockMask
+from flash_attn_cute import BlockMask, flash_attn_func, settings
 
 INDICES = torch.zeros(1, 1, 2, 1, dtype=torch.int64)
 IDS = torch.zeros(5, dtype=torch.int32)
@@ -50,6 +50,36 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
             lambda: BlockMask.documents(cu_seqlens=IDS, cu_seqlens_k=IDS[1:], seqlen_q=1),
             ValueError,
             "cu_seqlens_k: expected shape (5,), got (4,)",
+        ),
+        (
+            lambda: BlockMask.documents(IDS, cu_seqlens_k=IDS),
+            ValueError,
+            "cu_seqlens_k: expected None beside ids, got a tensor",
+        ),
+        (
+            lambda: BlockMask.documents(ids_k=IDS, cu_seqlens=IDS, seqlen_q=5),
+            ValueError,
+            "ids_k: expected None beside cu_seqlens, got a tensor",
+        ),
+        (
+            lambda: BlockMask.documents(IDS, seqlen_q=7),
+            ValueError,
+            "seqlen_q: expected None or the rows of ids, 5, got 7",
+        ),
+        (
+            lambda: BlockMask.documents(IDS, seqlen_k=4),
+            ValueError,
+            "seqlen_k: expected None or the rows of ids, 5, got 4",
+        ),
+        (
+            lambda: BlockMask.documents(IDS.to_sparse()),
+            TypeError,
+            "ids: expected a strided tensor, got torch.sparse_coo",
+        ),
+        (
+            lambda: BlockMask.from_dense(MAP.to_sparse()),
+            TypeError,
+            "mask: expected a strided tensor, got torch.sparse_coo",
         ),
         (lambda: BlockMask.prefix_lm(3, 3, 1.0), TypeError, "length: expected an int or a tensor, got 1.0"),  # type: ignore[arg-type]
         (lambda: BlockMask.prefix_lm(3, 3, IDS[None]), ValueError, "length: expected shape (batch,), got shape (1, 5)"),
@@ -234,6 +264,41 @@ def test_ints_of_numpy(kind: Any) -> None:
 
 def lower(_b: torch.Tensor, _h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     return j <= i
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 4, 2], "cu_seqlens: expected offsets that never decrease, got [0, 4, 2]"),
+        ([0, 4, 20], "cu_seqlens: expected offsets within 6 rows, got a range from 0 to 20"),
+        ([-3, 4, 6], "cu_seqlens: expected offsets within 6 rows, got a range from -3 to 6"),
+    ],
+    ids=str,
+)
+def test_offsets_are_checked_on_request(offsets: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cu_seqlens = torch.tensor(offsets)
+    BlockMask.documents(cu_seqlens=cu_seqlens, seqlen_q=6)
+    monkeypatch.setattr(settings, "check_data", lambda: True)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BlockMask.documents(cu_seqlens=cu_seqlens, seqlen_q=6)
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected offsets"):
+        BlockMask.documents(cu_seqlens=torch.tensor([0, 3, 6]), cu_seqlens_k=cu_seqlens, seqlen_q=6)
+
+
+@pytest.mark.parametrize("number", [2**31 - 2, 2**31, 2**70], ids=["2^31 - 2", "2^31", "2^70"])
+def test_numbers_beyond_any_sequence(number: int) -> None:
+    """They have all keys, or none but each query's own; also above 2^63, which no tensor holds."""
+    q = torch.randn(1, 200, 1, 8)
+    prefix, own = BlockMask.prefix(200, 200, 3), BlockMask.window(200, 200, left=0, right=0)
+    for mask, expected in (
+        (BlockMask.window(200, 200, left=number, right=number) | prefix, None),
+        (BlockMask.window(200, 200, left=0, right=number) | BlockMask.causal(200, 200), None),
+        (BlockMask.prefix(200, 200, number), None),
+        (BlockMask.prefix(200, 200, -number) | own, own),
+        (BlockMask.dilated(200, 200, number), own),
+    ):
+        given = flash_attn_func(q, q, q, block_mask=mask)
+        torch.testing.assert_close(given, flash_attn_func(q, q, q, block_mask=expected))
 
 
 def test_only_masks_combine() -> None:
