@@ -17,7 +17,6 @@ case) and ``.png`` to the output folder, and exits with 1 if a bar or limit fail
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks import harness, over_ranks, plot, report
 from benchmarks.suites import attention, bias, packed, selected, sparse
+from flash_attn_cute.command_line import pattern
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
@@ -60,11 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on cuda, float32 on cpu")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only those whose names match")
+    parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only those whose names match")
     parser.add_argument(
         "--commit", help="where there is no git: what `git describe --always --abbrev=40 --dirty` prints"
     )
     chosen = parser.parse_args(given)
+    if chosen.device == "cuda" and not on_gpu:
+        parser.error("argument --device: expected cpu, as PyTorch sees no GPU, got cuda")
     device = torch.device(chosen.device)
     dtype_name = chosen.dtype or ("bfloat16" if chosen.device == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, dtype_name)

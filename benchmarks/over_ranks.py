@@ -39,6 +39,7 @@ from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel
 from benchmarks.suites.context_parallel import ONE, SHARE, Row, Sizes
 from benchmarks.work import Passes
+from flash_attn_cute.command_line import pattern
 from flash_attn_cute.distributed import cost_model
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, nargs=3, default=(64, 8, 128), metavar=("H", "H_K", "D"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a contender in a case, after three rounds")
-    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only those whose names match")
+    parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only those whose names match")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--commit", help="as for other suites")
     parser.add_argument("--alone", action="store_true", help="each rank's work in turn, in one process")

@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import torch
 from benchmarks import report
 from benchmarks.harness import cuda_seconds
 from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
+from flash_attn_cute.command_line import pattern
 
 ROOT = Path(__file__).parents[1]
 # What a process runs: the package of a checkout, but this module.
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("old", type=_checkout)
     parser.add_argument("new", type=_checkout, nargs="?", default=ROOT)
-    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only rows whose names match")
+    parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only rows whose names match")
     parser.add_argument("--rounds", type=int, default=12, help="times that a checkout has its turn (default: 12)")
     parser.add_argument("--times", type=int, default=4, help="calls a turn (default: 4)")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")

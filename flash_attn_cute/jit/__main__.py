@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flash_attn_cute import settings
+from flash_attn_cute.command_line import positive
 from flash_attn_cute.jit import bundle, cache, disk, key, warm
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
@@ -52,17 +53,9 @@ def head_dims(text: str) -> tuple[int, int]:
 
 def group_size(text: str) -> int:
     """A command-line argument: how many heads can share a tile."""
-    value = int(text)
-    if value < 1 or 64 % value:
+    value = positive(text)
+    if 64 % value:
         raise argparse.ArgumentTypeError(f"expected a divisor of 64, got {value}")
-    return value
-
-
-def positive(text: str) -> int:
-    """A command-line number that must be 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
     return value
 
 
@@ -100,11 +93,17 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 
 
 def _passes(chosen: argparse.Namespace) -> list[Any]:
-    """Passes that were asked for, or all that the architecture has but those that few need."""
+    """Passes that were asked for, or all that the architecture has but those that few need.
+
+    Raises:
+        ValueError: it lacks one that was asked for, or the features are not those of a call that runs it.
+    """
     has = _ARCHITECTURES[chosen.architecture].passes
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:
         raise ValueError(f"--passes: expected some of {', '.join(has)} for {chosen.architecture}, got {missing[0]}")
+    if "bias_gradient" in chosen.passes and "bias" not in chosen.features:
+        raise ValueError("--passes: expected bias_gradient with --features bias, whose gradient it is, got no bias")
     return [name for name in PASSES if name in (chosen.passes or has.keys() - set(_ON_REQUEST))]
 
 

@@ -108,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
         print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)
         return 2
+    if chosen.rows < 0:
+        print(f"--rows: expected 0 or more, got {chosen.rows}", file=sys.stderr)
+        return 2
     features = Features.parse([*(["right"] if chosen.causal else []), *chosen.features])
     rows = {_ROWS[chosen.pass_name]: chosen.rows} if chosen.pass_name in _ROWS else {}
     config = one_pass.configure(chosen.dtype, d, d_v, features, **rows)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flash_attn_cute.command_line import natural, positive
 from flash_attn_cute.profile import ncu_report, workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
@@ -46,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kernel", metavar="REGEX", default=_MAIN_KERNELS, help="of its name (%(default)s)")
     parser.add_argument(
-        "--hot", type=workload.positive, default=0, metavar="N", help="list the N instructions with most samples"
+        "--hot", type=positive, default=0, metavar="N", help="list the N instructions with most samples"
     )
     parser.add_argument("--set", dest="section_set", metavar="NAME", help="also collect a set of ncu's, like full")
     parser.add_argument(
         "--skip",
-        type=int,
+        type=natural,
         default=10,
         metavar="N",
         help="launches of the kernel in a command before the profiled one (%(default)s)",

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -74,13 +75,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
+    except ValueError as error:  # of a call that the package does not serve
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     shown = [span for span in spans if span.stop > options.start and span.start < options.stop]
     if not shown:
         print(f"{parser.prog}: nothing to draw between --start and --stop", file=sys.stderr)
         return 1
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     text = summary(shown)
-    figure(shown, text).savefig(options.out, dpi=100)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        figure(shown, text).savefig(options.out, dpi=100)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: --out: {error}", file=sys.stderr)
+        return 1
     print(f"{text}\nwrote {options.out}")
     return 0
 
@@ -109,9 +117,13 @@ def read(path: Path) -> list[Span]:
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            return _spans_of([event for event in json.load(file)["traceEvents"] if event["ph"] == "X"])
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise Unavailable(f"{path} is no trace of torch.profiler ({type(error).__name__}: {error})") from error
+
+
+def _spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
+    """Spans of complete events, as ``read`` returns them."""
     spans = []
     host: dict[Any, list[Any]] = defaultdict(list)
     for event in events:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, profiling
+from flash_attn_cute.command_line import positive
 from flash_attn_cute.profile import machine
 from flash_attn_cute.profile.machine import Unavailable, require_gpu
 
@@ -109,7 +110,11 @@ def run(workload: Workload, calls: int, device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; returns the exit code, 2 where the machine lacks what it takes."""
+    """Runs what the command line asks for.
+
+    Returns:
+        The exit code: 1 for a call that the package does not serve, 2 where the machine lacks what it takes.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_cute.profile workload",
         description=__doc__,
@@ -126,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -184,14 +192,6 @@ def _call(driver: Any, function: str) -> None:
     (result,) = getattr(driver, function)()
     if result != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{function}: {result.name}")
-
-
-def positive(text: str) -> int:
-    """An option's value that counts something."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
 
 
 def _lengths(text: str) -> tuple[int, ...]:

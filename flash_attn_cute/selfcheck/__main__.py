@@ -12,7 +12,6 @@ by itself. This command runs it ahead of time, again, or on a Hopper GPU, whose 
 
 import argparse
 import math
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from flash_attn_cute import settings
+from flash_attn_cute.command_line import natural, pattern
 from flash_attn_cute.jit.disk import UnsafeFolderError
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_for
 from flash_attn_cute.selfcheck import report, verdict
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m flash_attn_cute.selfcheck", description=__doc__, formatter_class=style)
     parser.add_argument("--all", action="store_true", help="every step, with 200 repetitions")
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="which GPU (default: %(default)s)")
-    parser.add_argument("--families", type=re.compile, metavar="REGEX", help="only those whose names match")
+    parser.add_argument("--device", type=natural, default=0, metavar="N", help="which GPU (default: %(default)s)")
+    parser.add_argument("--families", type=pattern, metavar="REGEX", help="only those whose names match")
     parser.add_argument(
         "--report",
         type=Path,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from flash_attn_cute.command_line import positive
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -56,32 +57,35 @@ def _animate(mask: BlockMask, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code is 1 if matplotlib is missing."""
+    """Runs the command; the exit code is 1 if matplotlib is missing, or there is no such mask or picture."""
     description, _, _ = str(__doc__).partition("\n")
     parser = argparse.ArgumentParser(prog="python -m flash_attn_cute.sparsity", description=description)
     plot = parser.add_subparsers(required=True, metavar="command").add_parser("plot", help="draw a mask")
     plot.add_argument("mask", choices=MASKS)
-    plot.add_argument("--seqlen", type=int, default=4096, help="queries and keys (%(default)s)")
+    plot.add_argument("--seqlen", type=positive, default=4096, help="queries and keys (%(default)s)")
     plot.add_argument("--left", type=int, default=1023, help="of windows: keys before a query (%(default)s)")
     plot.add_argument("--right", type=int, default=0, help="of windows: keys behind it (%(default)s)")
-    plot.add_argument("--document", type=int, default=1000, help="tokens of a document (%(default)s)")
+    plot.add_argument("--document", type=positive, default=1000, help="tokens of a document (%(default)s)")
     plot.add_argument("--prefix", type=int, default=1000, help="tokens that all queries attend to (%(default)s)")
     plot.add_argument("--step", type=int, default=256, help="of dilated windows (%(default)s)")
     plot.add_argument("--share", type=float, default=0.125, help="of random blocks that are visible (%(default)s)")
-    plot.add_argument("--heads", type=int, default=16, help="of a random mask (%(default)s)")
+    plot.add_argument("--heads", type=positive, default=16, help="of a random mask (%(default)s)")
     plot.add_argument("--seed", type=int, default=0, help="of a random mask (%(default)s)")
     plot.add_argument("--order", choices=launch_orders.NAMES, default="default", help="of launches (%(default)s)")
     plot.add_argument("--against", choices=launch_orders.NAMES, help="another order, for a moving picture of both")
     plot.add_argument("--out", type=Path, default=Path("mask.png"), help="the picture's file (%(default)s)")
     options = parser.parse_args(arguments)
-    mask = MASKS[options.mask](options).with_order(options.order)
     try:
+        mask = MASKS[options.mask](options).with_order(options.order)
         if options.against is None:
             mask.plot().savefig(options.out, dpi=100)
         else:
             _animate(mask, options)
     except ImportError as error:
         print(f"{error}; pictures need matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
         return 1
     print(f"{mask}\n{options.out}")
     return 0

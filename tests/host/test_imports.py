@@ -24,7 +24,7 @@ LEVELS = [
     {"backends"},
     {"jit", "kernels", "sparsity"},
     {"dq_order"},
-    {"block_tables", "forks", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
+    {"block_tables", "command_line", "forks", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -169,6 +169,15 @@ def test_wrong_options(option: str, value: str, capsys: pytest.CaptureFixture[st
     assert f"argument {option}" in capsys.readouterr().err
 
 
+def test_gradients_of_biases_are_of_calls_with_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path))
+    for others in ([], ["forward"]):
+        assert command.main(["warm", "--passes", *others, "bias_gradient"]) == 1
+        assert "expected bias_gradient with --features bias" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["list", "warm", "clear"])
 @pytest.mark.parametrize(("value", "complaint"), [("0", "while it is 0"), ("here", "an absolute path")])
 def test_commands_need_a_folder(

@@ -287,7 +287,7 @@ def test_workload_refuses_what_is_not_positive(arguments: list[str], capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         workload.main(arguments)
     assert stopped.value.code == 2
-    assert "expected a positive number" in capsys.readouterr().err
+    assert "expected a number, 1 or more, got" in capsys.readouterr().err
 
 
 # What PyTorch's profiler records
@@ -343,8 +343,15 @@ def test_traces_may_be_compressed_and_have_to_be_traces(
 ) -> None:
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
     assert timeline.read(tmp_path / "trace.json.gz") == timeline.read(trace)
-    for name, content, why in (("x", "[1]", "TypeError"), ("y", "{}", "KeyError"), ("z", "no", "JSONDecodeError")):
-        (tmp_path / name).write_text(content)
+    for name, content, why in (
+        ("x", b"[1]", "TypeError"),
+        ("y", b"{}", "KeyError"),
+        ("z", b"no", "JSONDecodeError"),
+        ("number", b'{"traceEvents": [1]}', "TypeError"),
+        ("untimed", b'{"traceEvents": [{"ph": "X"}]}', "KeyError"),
+        ("cut.gz", gzip.compress(trace.read_bytes())[:-20], "EOFError"),
+    ):
+        (tmp_path / name).write_bytes(content)
         assert timeline.main(["--trace", str(tmp_path / name)]) == 2
         assert f"{tmp_path / name} is no trace of torch.profiler ({why}: " in capsys.readouterr().err
     assert timeline.main(["--trace", str(tmp_path / "missing")]) == 2
