@@ -111,7 +111,7 @@ MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(MASKED, rare=["d64-packed", "d256-block-mask"]))
+@pytest.mark.parametrize("case", tiered(MASKED, rare=["d64-own", "d64-packed", "d256-block-mask"]))
 def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, runs_both = MASKED[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -142,7 +142,10 @@ SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=["d64-padded-batch", "d256-float16"]))
+RARE_SHARED = "d64-number", "d64-packed-keys", "d64-padded-batch", "d256-float16"
+
+
+@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=RARE_SHARED))
 def test_shared_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, num_sms = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Case, list[int]]] = {
 INVARIANT: dict[str, tuple[Case, list[int]]] = {
     "mask": (Case((1, 1), (64, 64), {}, mask=True), [1, 140]),
     "bias of all heads": (Case((2, 2), (64, 64), {}, bias=1), [140, 60]),
+    "mask and bias": (Case((2, 2), (64, 64), {}, bias=1, mask=True), [140, 20]),
     "sink": (Case((2, 1), (64, 64), CAUSAL, sink=True, dlse=True), [60, 140]),
 }
 
@@ -41,8 +42,7 @@ def test_packed_anywhere(name: str) -> None:
     assert differing(documents, [packing(documents)], B200, deterministic=True, **case.options) == set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", tiered(INVARIANT, rare=["mask", "bias of all heads"]))
 def test_invariant_alone(name: str) -> None:
     """Padded batches, masks, gradients of biases and sinks."""
     case, lengths = INVARIANT[name]

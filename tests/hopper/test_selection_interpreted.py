@@ -68,10 +68,12 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
     return random_selection(random_call(*lengths, **given), rng, block, top), rng
 
 
-RARE = "packed-window", "softcap", "wide-k", "blocks-of-40", "wide-blocks-of-128", "blocks-of-192"
+# Tests of late engines execute calls of many tiles, too.
+MANY = "many-tiles", "many-wide-tiles"
+RARE = "packed-window", "padded", "softcap", "wide-k", "wide-one-head", "blocks-of-40", "wide-blocks-of-128"
 
 
-@pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=RARE, values=True))
+@pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=[*RARE, "blocks-of-192", *MANY], values=True))
 def test_forward(options: dict[str, Any]) -> None:
     check(*drawn(options, 0))
 
@@ -112,7 +114,8 @@ def test_late_engines_of_key_bits(late: str) -> None:
 OF_OUT_ALONE = {"group-of-16", "wide", "wide-blocks-of-128", "blocks-of-1"}
 
 
-RARE_GRADIENTS = "softcap", "wide-k", "packed-blocks-of-4", "blocks-of-100", "wide-blocks-of-128", "blocks-of-192"
+RARE_GRADIENTS = ["packed-window", "padded", "softcap", "wide", "wide-k", "wide-one-head", "packed-blocks-of-4"]
+RARE_GRADIENTS += ["blocks-of-100", "wide-blocks-of-128", "blocks-of-192", *MANY]
 
 
 @pytest.mark.parametrize("case", tiered(CASES, *QUICK, rare=RARE_GRADIENTS))
