@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import torch_modes
-from flash_attn_cute.spec import check_int, statically_true
+from flash_attn_cute.spec import check_int, check_layout, statically_true
 
 
 class Packing(NamedTuple):
@@ -45,7 +45,7 @@ class Packing(NamedTuple):
             The packing, its tensors on the mask's device.
 
         Raises:
-            TypeError: a mask that is no bool tensor, or a total that is no int.
+            TypeError: a mask that is no strided bool tensor, or a total that is no int.
             ValueError: a mask of another shape, a negative total, or one too small for the mask. The last is noticed
                 if the mask is on the CPU or with ``FLASH_ATTN_CUTE_CHECK=1``, and by a backend that reads cu_seqlens on
                 the host; else the rows in excess count as padding.
@@ -75,10 +75,10 @@ class Packing(NamedTuple):
             (total, ...) of x's dtype, contiguous; rows behind the last sequence are 0.
 
         Raises:
-            TypeError: x is no tensor.
-            ValueError: x has another batch or other rows than the mask.
+            TypeError: x is no strided tensor.
+            ValueError: x has another batch, other rows or another device than the mask.
         """
-        _check_rows(x, tuple(self.places.shape), "(batch, rows, ...)")
+        _check_rows(x, self.places, "(batch, rows, ...)")
         return _Moved.apply(x.flatten(0, 1), self.sources, self.places.flatten())
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ class Packing(NamedTuple):
             (batch, rows, ...) of x's dtype, contiguous.
 
         Raises:
-            TypeError: x is no tensor.
-            ValueError: x has other rows than total.
+            TypeError: x is no strided tensor.
+            ValueError: x has other rows than total, or another device than the mask.
         """
-        _check_rows(x, tuple(self.sources.shape), "(total, ...)")
+        _check_rows(x, self.sources, "(total, ...)")
         rows: Tensor = _Moved.apply(x, self.places.flatten(), self.sources)
         return rows.unflatten(0, self.places.shape)
 
@@ -109,13 +109,14 @@ def seqused_of(real: Tensor) -> Tensor:
         (batch,) int32. Nothing is read by the host.
 
     Raises:
-        TypeError: no tensor, or one of another dtype.
+        TypeError: no strided tensor, or one of another dtype.
         ValueError: another shape, or a mask with a real row behind padding. The latter is noticed if the mask is on
             the CPU or with ``FLASH_ATTN_CUTE_CHECK=1``.
     """
     if isinstance(real, Tensor) and real.ndim == 1 and real.dtype != torch.bool:
         if real.is_floating_point() or real.is_complex():
             raise TypeError(f"real: expected a bool mask or integer lengths, got {real.dtype}")
+        check_layout("real", real)
         return real.to(torch.int32)
     _check_mask("real", real)
     if _is_read(real) and (real[:, 1:] > real[:, :-1]).any():
@@ -132,13 +133,19 @@ def _check_mask(name: str, mask: Tensor) -> None:
         raise TypeError(
             f"{name}: expected bool (True = real), got {mask.dtype}; {name}.bool() is True where it is not 0"
         )
+    check_layout(name, mask)
     if mask.ndim != 2:
         raise ValueError(f"{name}: expected shape (batch, rows), got shape {tuple(mask.shape)}")
 
 
-def _check_rows(x: Tensor, leading: tuple[int, ...], expected: str) -> None:
+def _check_rows(x: Tensor, index: Tensor, expected: str) -> None:
+    """Checks that the leading dimensions of x are those of an index, on whose device it is."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    check_layout("x", x)
+    if x.device != index.device:
+        raise ValueError(f"x: expected the device of the mask, {index.device}, got {x.device}")
+    leading = tuple(index.shape)
     if x.ndim < len(leading) or any(statically_true(got != n) for got, n in zip(x.shape, leading, strict=False)):
         shape = expected.replace("...", "").strip("(), ")
         raise ValueError(f"x: expected shape {expected} with ({shape}) = {leading}, got shape {tuple(x.shape)}")

@@ -43,6 +43,16 @@ def check_int(name: str, value: Any, expected: str = "an int") -> int:
     return number
 
 
+def check_layout(name: str, x: Tensor) -> None:
+    """Checks that a tensor is strided, and neither sparse nor nested.
+
+    Raises:
+        TypeError: another layout.
+    """
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
+
+
 def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes or bounds holds, so far as is known.
 

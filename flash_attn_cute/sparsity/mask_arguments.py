@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity.score_blocks import Sizes
-from flash_attn_cute.spec import as_int, check_int
+from flash_attn_cute.spec import as_int, check_int, check_layout
 
 _MAX_LENGTH = 2**31 - 1
 
@@ -41,16 +41,6 @@ def check_side(name: str, side: int | None) -> int | None:
         return None
     side = check_int(name, side, "None or an int")
     return side if 0 <= side < _MAX_LENGTH else None
-
-
-def check_layout(name: str, x: Tensor) -> None:
-    """Checks that a tensor is strided, and neither sparse nor nested.
-
-    Raises:
-        TypeError: another layout.
-    """
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
 
 
 def limited(number: int) -> int:

@@ -39,9 +39,10 @@ class Plain(NamedTuple):
         if documents and documents[0].ids_k is not documents[0].ids_q:
             return None
         shift = sizes.seqlen_k - sizes.seqlen_q
-        left = min((shift - band.lower for band in bands if band.lower is not None), default=None)
-        right = min((band.upper - shift for band in bands if band.upper is not None), default=None)
-        return cls(left, right, documents[0] if documents else None)
+        left = [shift - band.lower for band in bands if band.lower is not None]
+        right = [band.upper - shift for band in bands if band.upper is not None]
+        # Not min(..., default=None), which Dynamo does not know.
+        return cls(min(left) if left else None, min(right) if right else None, documents[0] if documents else None)
 
 
 class Offsets(NamedTuple):

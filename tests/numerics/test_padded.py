@@ -295,6 +295,28 @@ RIGHT = MASKS["right"]
             "x: expected shape (total, ...) with (total) = (15,), got shape (14,)",
         ),
         (lambda: Packing.of(RIGHT).pack(None), TypeError, "x: expected a torch.Tensor, got None"),  # type: ignore[arg-type]
+        (lambda: Packing.of(RIGHT.to_sparse()), TypeError, "mask: expected a strided tensor, got torch.sparse_coo"),
+        (
+            lambda: Packing.of(RIGHT).pack(torch.randn(4, 7).to_sparse()),
+            TypeError,
+            "x: expected a strided tensor, got torch.sparse_coo",
+        ),
+        (
+            lambda: Packing.of(RIGHT).pack(torch.nested.nested_tensor([torch.randn(7)] * 4, layout=torch.jagged)),
+            TypeError,
+            "x: expected a strided tensor, got torch.jagged",
+        ),
+        (
+            lambda: Packing.of(RIGHT).unpack(torch.randn(15, device="meta")),
+            ValueError,
+            "x: expected the device of the mask, cpu, got meta",
+        ),
+        (lambda: seqused_of(RIGHT.to_sparse()), TypeError, "real: expected a strided tensor, got torch.sparse_coo"),
+        (
+            lambda: seqused_of(torch.tensor([3, 2]).to_sparse()),
+            TypeError,
+            "real: expected a strided tensor, got torch.sparse_coo",
+        ),
         (lambda: seqused_of(MASKS["left"]), ValueError, "real: expected padding on the right alone"),
         (lambda: seqused_of(torch.ones(3)), TypeError, "real: expected a bool mask or integer lengths"),
         (lambda: seqused_of(RIGHT.long()), TypeError, "real: expected bool (True = real), got torch.int64"),
