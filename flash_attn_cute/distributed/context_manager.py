@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls.attend import replaced
-from flash_attn_cute.distributed import public_functions
+from flash_attn_cute.distributed import public_functions, rank_agreement
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension
@@ -110,15 +110,20 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
     Raises:
         TypeError: neither a process group nor a mesh, a buffer that is no tensor, or a dimension that is no int.
         ValueError: not as many dimensions as buffers, a dimension that its buffer lacks, or rows of another number than
-            the sharding gives this rank.
+            the sharding gives this rank. With ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does.
     """
-    if len(seq_dims) != len(buffers):
-        raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
+    ranks = Ranks.of(mesh)
+
+    def stated() -> dict[str, str]:
+        if len(seq_dims) != len(buffers):
+            raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
+        for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+            check_dimension(f"buffers[{i}]", x, dim)
+        return {"the number of buffers": str(len(buffers))}
+
+    rank_agreement.check_if_asked(ranks, stated)
     if not buffers:
         return []
-    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
-        check_dimension(f"buffers[{i}]", x, dim)
-    ranks = Ranks.of(mesh)
     rows = torch.tensor(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
     for group in ranks:
         if group is not None:

@@ -10,6 +10,7 @@ from flash_attn_cute.api import SharedKeywords, says_where_to_look
 from flash_attn_cute.calls import validate
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import autocast
+from flash_attn_cute.distributed import rank_agreement
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sharding
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
@@ -311,15 +312,27 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
 
     Raises:
         TypeError: neither a process group nor a mesh, x is no tensor, or dim no int.
-        ValueError: a group or a tensor that does not fit the sharding, or a tensor without that dimension.
+        ValueError: a group or a tensor that does not fit the sharding, or a tensor without that dimension. With
+            ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does, and if they disagree.
     """
-    check_dimension("x", x, dim)
     ranks = Ranks.of(group)
-    check_sharding("sharding", sharding, ranks.place, dense=False)
-    counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]
     rank, _, size = ranks.place
-    if x.shape[dim] != counts[rank]:
-        raise ValueError(f"x: expected {counts[rank]} rows in dimension {dim}, got shape {tuple(x.shape)}")
+
+    def stated() -> dict[str, str]:
+        check_dimension("x", x, dim)
+        check_sharding("sharding", sharding, ranks.place, dense=False)
+        if x.shape[dim] != sharding.num_rows(rank):
+            expected = f"{sharding.num_rows(rank)} rows in dimension {dim}"
+            raise ValueError(f"x: expected {expected}, got shape {tuple(x.shape)}")
+        return {
+            "sharding": rank_agreement.layout_of(sharding),
+            "x, but its rows": str(tuple(x.movedim(dim, 0).shape[1:])),
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+        }
+
+    rank_agreement.check_if_asked(ranks, stated)
+    counts = [sharding.num_rows(each) for each in range(sharding.num_ranks)]
     first = rank - rank % size
     own = torch.cat(all_gather_rows(x.detach().movedim(dim, 0), counts[first : first + size], ranks.inner))
     sums = [sum(counts[i : i + size]) for i in range(0, len(counts), size)]

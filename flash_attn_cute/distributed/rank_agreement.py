@@ -1,14 +1,16 @@
 """Comparison of all ranks' arguments: a mistake raises one error on every rank, and no rank hangs."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flash_attn_cute import settings
 from flash_attn_cute.distributed.checked_call import PlanRequest, RankCall
 from flash_attn_cute.distributed.process_groups import Ranks, size_of
+from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.spec import Options
 
 # Everything on which ranks have to agree, in words; or what is wrong with a rank's own arguments.
@@ -41,14 +43,38 @@ def check(ranks: Ranks, statement: Statement) -> None:
             raise ValueError(f"{name}: expected the same on all ranks of the group, got {found}")
 
 
+def check_if_asked(ranks: Ranks, stated: Callable[[], Mapping[str, str]]) -> None:
+    """Checks this rank's arguments and, with ``FLASH_ATTN_CUTE_CHECK=1``, compares all ranks' as ``check`` does.
+
+    Args:
+        ranks: as in ``check``.
+        stated: gives this rank's statement, or raises what is wrong with its arguments.
+
+    Raises:
+        TypeError: what a rank's statement has raised, this rank's alone unless ranks are compared; likewise ValueError.
+        ValueError: ranks are compared, and disagree.
+    """
+    statement: Statement
+    try:
+        statement = stated()
+    except (TypeError, ValueError) as error:
+        if not settings.check_data():
+            raise
+        statement = error
+    if settings.check_data():
+        check(ranks, statement)
+
+
+def layout_of(sharding: Sharding) -> str:
+    """Digest of the documents of a sharding, and of who has which of their rows."""
+    layout = repr((sharding.cu_seqlens, sharding.total, sharding.segments))
+    return f"layout {hashlib.sha256(layout.encode()).hexdigest()[:12]}"
+
+
 def statement_of(call: RankCall, request: PlanRequest, options: Options, backend: str | None) -> dict[str, str]:
     """Everything on which ranks have to agree, by name."""
     named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
     leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
-    dealt = {
-        name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
-        for name, x in (("sharding", request.queries), ("sharding_k", request.keys or request.queries))
-    }
     return {
         "method": request.method,
         "heads, d and d_v": str(request.shape[:4]),
@@ -56,7 +82,8 @@ def statement_of(call: RankCall, request: PlanRequest, options: Options, backend
         "dtype": str(call.q.dtype),
         "device": call.q.device.type,
         "sink": "None" if call.sink is None else str(call.sink.dtype),
-        **{name: f"layout {digest}" for name, digest in dealt.items()},
+        "sharding": layout_of(request.queries),
+        "sharding_k": layout_of(request.keys or request.queries),
         "seqused_q": str(request.seqused_q),
         "seqused_k": str(request.seqused_k),
         **{name: str(value) for name, value in options._asdict().items()},

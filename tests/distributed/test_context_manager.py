@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -271,6 +271,14 @@ def test_offsets_in_place_of_a_sharding() -> None:
             TypeError, match=r"argument.*; a sharding, .* takes the place of cu_seqlens and max_seqlen$"
         ):
             wrong()
+
+
+def test_gather_takes_a_tensor_with_rows() -> None:
+    whole, untyped_gather = Sharding.balanced([0, 4], 1), cast(Any, gather)
+    with pytest.raises(TypeError, match="x: expected a tensor, got NoneType"):
+        untyped_gather(None, whole)
+    with pytest.raises(ValueError, match=r"x: expected a dimension 1 of rows, got shape \(4,\)"):
+        gather(torch.ones(4), whole, dim=1)
 
 
 def test_unshard_takes_a_dimension_a_buffer() -> None:

@@ -32,7 +32,6 @@ def documents(rows: int, shortest: int, longest: int) -> list[int]:
 
 
 untyped: Any = Sharding  # for wrong arguments, which no type checker would let pass
-untyped_gather: Any = gather
 HALVES: Any = Sharding.contiguous([0, 4], 2)
 FOUR = torch.zeros(4)
 CORPORA = {
@@ -334,8 +333,6 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
         (TypeError, "shards: expected a sequence of tensors, got NoneType", lambda: HALVES.unshard(None)),
         (TypeError, r"shards\[1\]: expected a tensor, got NoneType", lambda: HALVES.unshard([FOUR[:2], None])),
         (ValueError, r"shards\[0\]: expected a dimension -2 of rows", lambda: HALVES.unshard(FOUR.split(2), -2)),
-        (TypeError, "x: expected a tensor, got NoneType", lambda: untyped_gather(None, HALVES)),
-        (ValueError, r"x: expected a dimension 1 of rows, got shape \(2,\)", lambda: gather(FOUR[:2], HALVES, dim=1)),
     ],
 )
 def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:

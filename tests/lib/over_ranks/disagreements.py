@@ -1,5 +1,6 @@
 """Ranks that do not call alike."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from flash_attn_cute.distributed import (
     context_parallel,
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
+    context_parallel_unshard,
+    gather,
 )
 from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, balanced, expected_here, together
 
@@ -94,6 +97,45 @@ def disagreements() -> None:
         pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
     ):
         flash_attn_func(rows, rows, rows, causal=True)
+    mine = torch.zeros(2, sharding.num_rows(rank))
+    no_tensor: Any = []
+    gathered: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (
+            ValueError,
+            "rank 1 of the group: x: expected .* rows in dim",
+            lambda: gather(mine[:, rank % 2 :], sharding, dim=1),
+        ),
+        (
+            TypeError,
+            "rank 1 of the group: x: expected a tensor",
+            lambda: gather(no_tensor if rank == 1 else mine, sharding, dim=1),
+        ),
+        (ValueError, "x, but its rows: .* on rank 1$", lambda: gather(mine[rank % 2 :], sharding, dim=1)),
+        (
+            ValueError,
+            "rank 1 of the group: seq_dims: exp",
+            lambda: context_parallel_unshard(None, [mine], [1, 1][: 1 + rank % 2]),
+        ),
+        (
+            ValueError,
+            r"rank 1 of the group: buffers\[0\]: exp",
+            lambda: context_parallel_unshard(None, [mine], [1 + rank % 2]),
+        ),
+        (
+            ValueError,
+            "number of buffers: .* on rank 1$",
+            lambda: context_parallel_unshard(None, [mine] * (rank != 1), [1] * (rank != 1)),
+        ),
+        (
+            ValueError,
+            "rank . of the group: x: expected",
+            lambda: context_parallel_unshard(None, [mine[:, 9 * (rank % 2) :]], [1]),
+        ),
+    ]
+    for error, message, call in gathered:
+        with pytest.raises(error, match=message):
+            call()
+    assert gather(mine, sharding, dim=1).shape == (2, 128)
     for way in WAYS[:2]:
         assert_same(
             together(PACKED, leaves, sharding, None, **way),
