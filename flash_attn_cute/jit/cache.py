@@ -15,13 +15,15 @@ from flash_attn_cute.jit import ahead, bundle, disk, key
 _lock = threading.Lock()
 _kernels: dict[Any, Callable[..., None]] = {}
 _compiles = 0
+_has_paused_collection = False  # of garbage, by the thread that holds the lock
 _needed_next: ContextVar[Callable[[], Any] | None] = ContextVar("needed_next", default=None)
 
 
 def _begin_as_child() -> None:
-    """After a fork: a thread of the parent's that was compiling is not here to unlock."""
+    """After a fork: a thread of the parent's that was compiling is not here to unlock, or to collect garbage again."""
     global _lock
     _lock = threading.Lock()
+    _resume_collection()
 
 
 begin_child_with(_begin_as_child)
@@ -82,13 +84,20 @@ def _no_garbage_collection() -> Iterator[None]:
     Importing cutlass and compiling leave many objects and few cycles, and each full collection on the way would look
     at all of them, and at those of PyTorch.
     """
-    was_enabled = gc.isenabled()
+    global _has_paused_collection
+    _has_paused_collection = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _resume_collection()
+
+
+def _resume_collection() -> None:
+    global _has_paused_collection
+    if _has_paused_collection:
+        gc.enable()
+    _has_paused_collection = False
 
 
 def _code(config: Any) -> bytes:

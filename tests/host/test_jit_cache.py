@@ -120,6 +120,29 @@ def test_garbage_is_collected_later(
 # Kernels out of the folder
 
 
+def test_forks_collect_garbage_while_the_parent_compiles() -> None:
+    """The thread that was to collect it again is not in the child."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with cache._no_garbage_collection():
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    has_begun.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+    assert not gc.isenabled()
+    may_end.set()
+    thread.join()
+    assert gc.isenabled()
+    assert status == 0
+
+
 def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cache.kernel(CONFIG)
     assert cache.kernel(CONFIG) is first
