@@ -135,10 +135,18 @@ def run_list(path: Path) -> None:
         if entry.identity is None:
             print(line + "unusable: it will be made again, or goes with clear")
             continue
-        kind = entry.identity["kind"].removeprefix("flash_attn_cute.kernels.")
-        compiler, host = entry.identity["compiler"], entry.identity["host"]
-        made_by = f"DSL {compiler['nvidia-cutlass-dsl']}, CUDA {compiler['CUDA']}, {host['python']}, {host['machine']}"
-        print(f"{line}{kind}  {describe(entry.identity['config'])}  ({made_by})")
+        try:
+            print(line + _origin(entry.identity))
+        except (AttributeError, KeyError, TypeError):  # versions need not agree on what identities hold
+            print(line + "of another version of the package: it is not found again, and goes with clear")
+
+
+def _origin(identity: dict[str, Any]) -> str:
+    """Configuration of an entry's kernel, and what compiled it."""
+    kind = identity["kind"].removeprefix("flash_attn_cute.kernels.")
+    compiler, host = identity["compiler"], identity["host"]
+    made_by = f"DSL {compiler['nvidia-cutlass-dsl']}, CUDA {compiler['CUDA']}, {host['python']}, {host['machine']}"
+    return f"{kind}  {describe(identity['config'])}  ({made_by})"
 
 
 def run_warm(configs: list[Any], jobs: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.jit import __main__ as command
-from flash_attn_cute.jit import cache
+from flash_attn_cute.jit import cache, disk
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
@@ -43,6 +43,16 @@ def test_list(
     assert "packed" not in lines[1]
     assert time.strftime("%Y-%m-%d") in lines[1]
     assert "unusable" in lines[2]
+
+
+def test_list_has_entries_of_other_versions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    with disk.Folder(folder) as opened:
+        opened.write(NAME, {"kind": "Forward", "config": {"d": 64}}, b"code")
+    assert command.main(["list"]) == 0
+    assert "of another version of the package" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
