@@ -329,6 +329,15 @@ def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message:
         call()
 
 
+def test_lengths_beyond_int32_are_no_other_lengths() -> None:
+    q = torch.randn(2, 7, 2, 8)
+    lengths = seqused_of(torch.tensor([3, 2**32 + 3]))
+    assert lengths.tolist() == [3, 2**31 - 1]
+    with pytest.raises(ValueError, match="seqused_q: expected 0 to 7 rows for sequence 1, got 2147483647"):
+        flash_attn_func(q, q, q, seqused_q=lengths)
+    assert seqused_of(torch.tensor([3, -(2**32) + 3])).tolist() == [3, -1]
+
+
 @pytest.mark.usefixtures("_settings_reread")
 def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule alone, as there may be no other device here."""
