@@ -30,6 +30,7 @@ from lab.bugs.table import (
     no_arrival,
     no_fence_after,
     no_fence_before,
+    no_proxy_fence,
     no_wait,
     wrong_phase,
 )
@@ -258,23 +259,20 @@ BACKWARD: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
+        no_proxy_fence(
             "dS in shared memory is multiplied without fence.proxy.async",
-            arrivals(_COMPUTE, "dp.empty").ahead("fence.proxy.async").left_out(),
+            arrivals(_COMPUTE, "dp.empty").ahead("fence.proxy.async"),
             "d64",
-            lint="proxy",
         ),
-        Bug(
+        no_proxy_fence(
             "a piece of dQ is added by TMA without fence.proxy.async",
-            arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("fence.proxy.async").left_out(),
+            arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("fence.proxy.async"),
             "d64",
-            lint="proxy",
         ),
-        Bug(
+        no_proxy_fence(
             "dV in shared memory is stored by TMA without fence.proxy.async",
-            arrivals(_COMPUTE, "dv.empty").ahead("fence.proxy.async").left_out(),
+            arrivals(_COMPUTE, "dv.empty").ahead("fence.proxy.async"),
             "d64",
-            lint="proxy",
         ),
         Bug(
             "dQ is added by TMA to what other proxies have stored, without fence.proxy.async.global",

@@ -32,6 +32,7 @@ from lab.bugs.table import (
     counted_short,
     no_fence_after,
     no_fence_before,
+    no_proxy_fence,
     no_wait,
     wrong_phase,
 )
@@ -272,11 +273,8 @@ FORWARD: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
-            "O in shared memory is stored by TMA without fence.proxy.async",
-            find(_EPILOGUE, "fence.proxy.async").left_out(),
-            "one",
-            lint="proxy",
+        no_proxy_fence(
+            "O in shared memory is stored by TMA without fence.proxy.async", find(_EPILOGUE, "fence.proxy.async"), "one"
         ),
         Bug(
             "mbarriers are not made known to TMA and tensor cores",

@@ -28,6 +28,7 @@ from lab.bugs.table import (
     Bugs,
     counted_short,
     no_fence_before,
+    no_proxy_fence,
     no_wait,
     wrong_phase,
 )
@@ -225,11 +226,8 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
-            "what a tile is is sent without fence.proxy.async",
-            PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
-            "d256",
-            lint="proxy",
+        no_proxy_fence(
+            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async"), "d256"
         ),
         Bug(
             "a tile's fields are given back while they are read",

@@ -4,7 +4,7 @@ from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
 from lab.bugs.code import STRIDE, B, arrivals, find, uncounted, warps_of
-from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_wait, wrong_phase
+from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_proxy_fence, no_wait, wrong_phase
 
 # Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
 _OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
@@ -36,12 +36,7 @@ HOPPER_FORWARD: Bugs = {
     ),
     "missing fence": (
         Bug("scores and P have no fence of registers", _FENCES[1].left_out(), "long"),
-        Bug(
-            "O is stored in shared memory without a proxy fence",
-            find(_MMA, "fence.proxy.async").left_out(),
-            "tiles",
-            lint="proxy",
-        ),
+        no_proxy_fence("O is stored in shared memory without a proxy fence", find(_MMA, "fence.proxy.async"), "tiles"),
         Bug(
             "a bias is released while it is read",
             arrivals(_MMA, "bias.empty", 2).ahead("fence.proxy.async").left_out(),
@@ -92,11 +87,8 @@ HOPPER_BACKWARD: Bugs = {
         no_wait("a tile is signalled before it is there", _FILLING, "tiles.full", "turns", LOADS_LAG),
     ),
     "missing fence": (
-        Bug(
-            "dS is stored without a proxy fence",
-            arrivals(_MMA, "ds.full").ahead("fence.proxy.async").left_out(),
-            "steps",
-            lint="proxy",
+        no_proxy_fence(
+            "dS is stored without a proxy fence", arrivals(_MMA, "ds.full").ahead("fence.proxy.async"), "steps"
         ),
     ),
     "wrong phase": (wrong_phase("Q's producer waits for the other phase", _PRODUCER, "q.empty", "steps"),),
@@ -116,12 +108,7 @@ HOPPER_CLUSTER: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
-            "dS is sent without a proxy fence",
-            find(_GRADIENTS, "fence.proxy.async", 2)[0].left_out(),
-            "steps",
-            lint="proxy",
-        ),
+        no_proxy_fence("dS is sent without a proxy fence", find(_GRADIENTS, "fence.proxy.async", 2)[0], "steps"),
         Bug(
             "lse is released while it is read",
             arrivals(_SCORES, "q.empty").ahead("fence.proxy.async").left_out(),

@@ -27,6 +27,7 @@ from lab.bugs.table import (
     Bugs,
     counted_short,
     no_arrival,
+    no_proxy_fence,
     no_wait,
     wrong_phase,
 )
@@ -196,17 +197,9 @@ PAIR: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
-            "dS is sent without fence.proxy.async",
-            _SENT.ahead("fence.proxy.async").left_out(),
-            "one",
-            lint="proxy",
-        ),
-        Bug(
-            "what a tile is is sent without fence.proxy.async",
-            PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
-            "one",
-            lint="proxy",
+        no_proxy_fence("dS is sent without fence.proxy.async", _SENT.ahead("fence.proxy.async"), "one"),
+        no_proxy_fence(
+            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async"), "one"
         ),
     ),
     "missing barrier": (

@@ -86,6 +86,11 @@ def no_fence_after(between: str, wait: Found, call: str) -> Bug:
     return Bug(text, left_out, call, lint="fence-after", shows=False)
 
 
+def no_proxy_fence(text: str, fence: Found, call: str) -> Bug:
+    """No fence between accesses to shared memory by threads and by TMA or tensor cores."""
+    return Bug(text, fence.left_out(), call, lint="proxy")
+
+
 def columns_not_freed(call: str) -> tuple[Bug, ...]:
     """Columns of tensor memory that are allocated, and not freed or too few."""
     fewer = (columns(MMA, f"tcgen05.{kind}", 256) for kind in ("alloc", "dealloc"))

@@ -15,7 +15,17 @@ from lab.bugs.code import (
     registers_kept,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
+from lab.bugs.table import (
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    STORES_LAG,
+    Bug,
+    Bugs,
+    no_arrival,
+    no_proxy_fence,
+    no_wait,
+    wrong_phase,
+)
 
 _DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
@@ -129,11 +139,10 @@ TWO_PASS: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug(
+        no_proxy_fence(
             "dS in shared memory is multiplied without fence.proxy.async",
-            arrivals(_COMPUTE, "scores.empty", 3)[2].ahead("fence.proxy.async").left_out(),
+            arrivals(_COMPUTE, "scores.empty", 3)[2].ahead("fence.proxy.async"),
             "one",
-            lint="proxy",
         ),
         Bug(
             "the first pass gives lse back while it is read",
