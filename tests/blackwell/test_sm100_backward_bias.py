@@ -142,7 +142,7 @@ SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
 }
 
 
-RARE_SHARED = "d64-packed-keys", "d64-padded-batch", "d256-float16"
+RARE_SHARED = "d64-padded-batch", "d256-float16"
 
 
 @pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=RARE_SHARED))

@@ -70,7 +70,7 @@ def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
 
 # Tests of late engines execute calls of many tiles, too.
 MANY = "many-tiles", "many-wide-tiles"
-RARE = "packed-window", "padded", "softcap", "wide-k", "wide-one-head", "blocks-of-40", "wide-blocks-of-128"
+RARE = "packed-window", "padded", "softcap", "wide-k", "blocks-of-40", "wide-blocks-of-128"
 
 
 @pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=[*RARE, "blocks-of-192", *MANY], values=True))

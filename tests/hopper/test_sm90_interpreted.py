@@ -153,7 +153,7 @@ def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.rare), 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_of_64(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own kernels, which go over halves of blocks; backward the one that has no room for dS."""
     monkeypatch.setattr(plan, "_CELLS", 0)
