@@ -69,9 +69,14 @@ def hash_of(files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
+def files_below(room: str) -> list[Path]:
+    """The Python files of a folder of the package, without editors' locks, which are links to no file."""
+    return [path for path in (_PACKAGE / room).rglob("*.py") if path.is_file()]
+
+
 def _hash_sources() -> str:
     parts = (_PACKAGE / "jit" / f"{part}.py" for part in ("compile", "code"))
-    return hash_of([*(_PACKAGE / "kernels").rglob("*.py"), *parts])
+    return hash_of([*files_below("kernels"), *parts])
 
 
 # Taken when the package is imported: what is edited later is not what the modules in memory were made from.

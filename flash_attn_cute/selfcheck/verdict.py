@@ -69,7 +69,7 @@ def _driver() -> str:
 @functools.cache
 def _host_code() -> str:
     """A hash of the code that plans and launches kernels, and that checks them."""
-    return key.hash_of(path for room in ("backends", "selfcheck") for path in (_PACKAGE / room).rglob("*.py"))
+    return key.hash_of(path for room in ("backends", "selfcheck") for path in key.files_below(room))
 
 
 @dataclass(frozen=True)

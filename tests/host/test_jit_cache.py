@@ -271,6 +271,19 @@ def test_edited_sources_are_not_kept(compiler: Compiler, tmp_path: Path, monkeyp
     assert not list((tmp_path / "kernels").glob("*.kernel"))
 
 
+def test_locks_of_editors_are_no_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emacs marks a file that is being edited by a link to no file; importing the package failed on it."""
+    (tmp_path / "kernels").mkdir()
+    source = tmp_path / "kernels" / "forward.py"
+    source.write_text("pass\n")
+    (tmp_path / "kernels" / ".#forward.py").symlink_to("user@host.1234:5678")
+    monkeypatch.setattr(key, "_PACKAGE", tmp_path)
+    assert key.files_below("kernels") == [source]
+    first = key.hash_of(key.files_below("kernels"))
+    source.write_text("pass\npass\n")
+    assert key.hash_of(key.files_below("kernels")) != first
+
+
 # Names
 
 
