@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 BLOCKS = (64, 128)  # keys of a kernel's block
 HEAD_DIMS = (64, 128, 192, 256)  # columns of tiles; TMA fills those that a call lacks with zeros
+LANES = 32  # of a warp
 TILE_ROWS = 64  # of a tile: heads of some queries
 SCALED_COLUMNS = 64  # of a row of a pick's dQ in 16 bits, which have a scale
 KEY_WORDS = 2  # Int32 with a bit for each of 64 keys
@@ -25,7 +26,7 @@ def num_columns(k_rows: int, block: int, num_sequences: int) -> int:
 
 def threads_of_rows(lanes: int) -> int:
     """Threads of a CTA, at most 256: whole warps, and whole rows of so many threads."""
-    together = math.lcm(lanes, 32)
+    together = math.lcm(lanes, LANES)
     return 256 // together * together
 
 

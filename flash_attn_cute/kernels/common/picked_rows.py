@@ -15,10 +15,9 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
-from flash_attn_cute.kernels.selection import SCALED_COLUMNS
+from flash_attn_cute.kernels.selection import LANES, SCALED_COLUMNS
 
 VECTOR = 8  # columns of a thread
-LANES = 32  # of a warp, and ranks that it reads at a time
 _WARPS = 8  # of a CTA
 _TOGETHER = 4  # picks whose vectors are on their way at a time
 

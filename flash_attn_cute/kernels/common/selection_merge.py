@@ -13,10 +13,11 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.picked_rows import LANES, VECTOR, PickedRows
+from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.softmax import finalize
+from flash_attn_cute.kernels.selection import LANES
 
 
 class SelectionMerge:

@@ -30,12 +30,11 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of, sequence_of_row
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, PICKS_AT_ONCE, table_parts
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, PICKS_AT_ONCE, table_parts
 
-_LANES = 32
 _WARPS = 4  # of a CTA that counts or places
 _COLUMNS = 2048  # whose counters a warp has in shared memory; if there are more, several warps read a chunk
-_THREADS = _LANES * _LANES  # of a CTA that makes items
+_THREADS = LANES * LANES  # of a CTA that makes items
 _CHUNKS_AT_ONCE = 16  # whose counts a thread reads together
 
 
@@ -79,7 +78,7 @@ class _Chunks:
         """Launches the kernel: a warp a chunk of a set and ``_COLUMNS`` columns."""
         sets, chunks, columns = tables.mCounts.shape
         grid = sets * cute.ceil_div(columns, _COLUMNS) * cute.ceil_div(chunks, _WARPS)
-        self.kernel(a, tables).launch(grid=[grid, 1, 1], block=[_LANES * _WARPS, 1, 1], stream=stream)
+        self.kernel(a, tables).launch(grid=[grid, 1, 1], block=[LANES * _WARPS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: Any, tables: SelectionTables) -> None:
@@ -93,18 +92,18 @@ class _Chunks:
         chunk, first = index % groups * _WARPS + warp, index // groups % ranges * _COLUMNS
         which, num = index // (groups * ranges), cutlass.min(columns - first, _COLUMNS)
         if chunk < chunks:
-            for column in cutlass.range(lane, num, _LANES, unroll=4):
+            for column in cutlass.range(lane, num, LANES, unroll=4):
                 counters[column] = self.begin(tables, which, chunk, first + column)
             cute.arch.sync_warp()
             start = chunk * a.numbers.chunk_picks
             stop = cutlass.min(start + a.numbers.chunk_picks, tables.mColumns.shape[1])
             for some in cutlass.range(start, stop, PICKS_AT_ONCE, unroll=1):
-                picks = [some + i + lane for i in range(0, PICKS_AT_ONCE, _LANES)]
+                picks = [some + i + lane for i in range(0, PICKS_AT_ONCE, LANES)]
                 found = [self.read(a, tables, which, cutlass.min(pick, stop - 1)) for pick in picks]
                 for i in cutlass.range_constexpr(len(picks)):
                     column = self.column_of(a, tables, which, picks[i], stop, first, found[i])
                     self.take(tables, which, picks[i], column - first, num, counters)
-            for column in cutlass.range(lane, num, _LANES, unroll=4):
+            for column in cutlass.range(lane, num, LANES, unroll=4):
                 self.end(tables, which, chunk, first + column, counters[column])
 
     @cute.jit
@@ -267,7 +266,7 @@ class PickItems:
         """Goes over the columns of a set, one a thread."""
         which, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        sWarps = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // _LANES))
+        sWarps = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // LANES))
         n, columns, picks, items = a.numbers, tables.mStarts.shape[1], Int32(0), Int32(0)
         for first in cutlass.range(0, columns, _THREADS, unroll=1):
             column, total = first + thread, Int32(0)
@@ -343,21 +342,21 @@ def _scanned(x: Int32, sWarps: cute.Tensor) -> tuple[Int32, Int32]:
     """Sum of the numbers of all threads before this one, and of all threads of the CTA."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     until = _until(x)
-    if lane == _LANES - 1:
+    if lane == LANES - 1:
         sWarps[warp] = until
     cute.arch.sync_threads()
     warps = sWarps[lane]
     until_warps = _until(warps)
     cute.arch.sync_threads()  # before a next call
     before = cute.arch.shuffle_sync(until_warps - warps, warp) + until - x
-    return before, cute.arch.shuffle_sync(until_warps, _LANES - 1)
+    return before, cute.arch.shuffle_sync(until_warps, LANES - 1)
 
 
 @cute.jit
 def _until(x: Int32) -> Int32:
     """Sum of the numbers of the lanes up to this one."""
     lane = cute.arch.lane_idx()
-    for i in cutlass.range_constexpr(_LANES.bit_length() - 1):
+    for i in cutlass.range_constexpr(LANES.bit_length() - 1):
         before = cute.arch.shuffle_sync(x, lane - (1 << i))
         x += before if lane >= 1 << i else Int32(0)
     return x

@@ -11,12 +11,11 @@ from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernels
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.selection import LANES
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads, tiles_of
 from flash_attn_cute.kernels.sm90.shared import swizzled
-
-_LANES = 32
 
 
 class ItemKernel(MainKernel):
@@ -53,15 +52,15 @@ class ItemKernel(MainKernel):
     def entries_of_lanes(self, entries: cute.Tensor, lane: Int32) -> list[Int32]:
         """Entries of a tile's picks by lanes: of a lane's number, and of that plus 32, if there are so many."""
         picks = self.config.picks_a_tile
-        return [entries[(i + lane) % picks] for i in range(0, picks, _LANES)]
+        return [entries[(i + lane) % picks] for i in range(0, picks, LANES)]
 
     @cute.jit
     def entry_of(self, entries: cutlass.Constexpr, number: Int32) -> Int32:
         """The entry of a number, which lanes of a warp may choose by themselves, by ``entries_of_lanes``."""
-        found = cute.arch.shuffle_sync(entries[0], number % _LANES)
+        found = cute.arch.shuffle_sync(entries[0], number % LANES)
         for i in cutlass.range_constexpr(1, len(entries)):
-            other = cute.arch.shuffle_sync(entries[i], number % _LANES)
-            found = other if number >= i * _LANES else found
+            other = cute.arch.shuffle_sync(entries[i], number % LANES)
+            found = other if number >= i * LANES else found
         return found
 
     @cute.jit
@@ -86,11 +85,11 @@ class ItemKernel(MainKernel):
         """
         group = self.config.group
         for i in cutlass.range_constexpr(len(entries)):
-            for p in cutlass.range(cutlass.min(num_picks - i * _LANES, _LANES), unroll=1):
+            for p in cutlass.range(cutlass.min(num_picks - i * LANES, LANES), unroll=1):
                 pick = cute.arch.shuffle_sync(entries[i], p)
                 for j in cutlass.range_constexpr(cute.size(sX, mode=[1]) // COLUMNS):
                     gX = tX.at(Int32(0), group, pick, unit_idx, column + j)
-                    tX.store(cute.local_tile(sX, (group, COLUMNS), (i * _LANES + p, j)), gX)
+                    tX.store(cute.local_tile(sX, (group, COLUMNS), (i * LANES + p, j)), gX)
 
     @cute.jit
     def set_up(self, kind: cutlass.Constexpr, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:

@@ -14,12 +14,11 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, TILE_ROWS
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
-_LANES = 32
 
 
 @dataclass(frozen=True)
@@ -178,26 +177,26 @@ class SelectionTransfers:
         step = Int32(0)
         begin, end, tiles = tiles_of(c, item, warpgroup)
         for first in cutlass.range(begin, end, tiles, unroll=1):
-            own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, _LANES)]
+            own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, LANES)]
             rows = [a.numbers.first_row + entry // top for entry in own]
             bits = self._load_key_bits(tables, unit, own)
             ring.wait_empty(step)  # from the warpgroup: the tile that had this stage before is done
             stage = ring.stage(step)
             for i in cutlass.range_constexpr(len(own)):
-                if i * _LANES + lane < picks:
-                    shared.entries[i * _LANES + lane, stage, warpgroup] = own[i]
+                if i * LANES + lane < picks:
+                    shared.entries[i * LANES + lane, stage, warpgroup] = own[i]
                     if const_expr(c.key_bits):
-                        cute.autovec_copy(bits[i], shared.key_bits[None, i * _LANES + lane, stage, warpgroup])
+                        cute.autovec_copy(bits[i], shared.key_bits[None, i * LANES + lane, stage, warpgroup])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ring.announce(step)
             for i in cutlass.range_constexpr(len(own)):
-                for p in cutlass.range(min(picks, _LANES), unroll=4):
+                for p in cutlass.range(min(picks, LANES), unroll=4):
                     row = cute.arch.shuffle_sync(rows[i], p)
                     for tX, sX in loads:
                         for column in cutlass.range_constexpr(cute.size(sX, mode=[1]) // COLUMNS):
                             tile = cute.local_tile(
-                                sX[None, None, stage, warpgroup], (c.group, COLUMNS), (i * _LANES + p, column)
+                                sX[None, None, stage, warpgroup], (c.group, COLUMNS), (i * LANES + p, column)
                             )
                             gX = tX.at(first_head, first_head + c.group, row, batch, column)
                             tX.load(gX, tile, ring.full(step))
