@@ -16,23 +16,35 @@ from lab.bugs.code import (
     both,
     commits,
     find,
-    registers_kept,
     waits,
 )
 from lab.bugs.table import (
+    LAST_REGISTER,
     LOADS_LAG,
     PRODUCTS_LAG,
     STORES_LAG,
     Bug,
     Bugs,
+    all_arrive,
+    always_branches,
     columns_not_freed,
     counted_short,
+    drain_keeps_registers,
     no_arrival,
+    no_bytes,
+    no_commit,
     no_fence_after,
     no_fence_before,
+    no_load_wait,
     no_proxy_fence,
+    no_store_wait,
     no_wait,
+    no_wait_for_tma,
+    no_warp_sync,
+    wrong_arrival,
+    wrong_bytes,
     wrong_phase,
+    wrong_registers,
 )
 
 _DRAIN, _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
@@ -45,7 +57,6 @@ _OF_S, _OF_DP, _OF_DV = _PRODUCTS[:4], _PRODUCTS[12:16], _PRODUCTS[16:20]
 _OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[8:12] + _PRODUCTS[24:]
 _P_STORED = find(_COMPUTE, "tcgen05.st", 6)[2:4]
 _LESSER = r"min\.s32\s+(%r\d+), (%r\d+), %r\d+"
-_ARRIVES_BY_ONE = r", %r\d+;"
 _POLL = find(_ADD, "ld.acquire")
 
 
@@ -92,11 +103,10 @@ BACKWARD: Bugs = {
             count=2,
         ),
         no_wait("a piece of dQ is added before it is there", _ADD, "pieces_even.full", "d64", _DRAIN_LAGS, count=2),
-        Bug(
+        no_wait_for_tma(
             "the place of a piece of dQ is given back while TMA still reads it",
-            find(_ADD, "cp.async.bulk.wait_group.read", 2).left_out(),
+            find(_ADD, "cp.async.bulk.wait_group.read", 2),
             "d64",
-            STORES_LAG,
         ),
         no_wait("Q is loaded over Q that products still read", PRODUCER, "q.empty", "steps", PRODUCTS_LAG),
         no_wait("dO is loaded over dO that products still read", PRODUCER, "do.empty", "d128", PRODUCTS_LAG),
@@ -109,11 +119,10 @@ BACKWARD: Bugs = {
             _ADDING_LAGS,
             count=2,
         ),
-        Bug(
+        no_wait_for_tma(
             "the CTA ends while TMA still reads dV and dK",
-            find(_COMPUTE, "cp.async.bulk.wait_group.read").left_out(),
+            find(_COMPUTE, "cp.async.bulk.wait_group.read"),
             "d128-tiles",
-            STORES_LAG,
         ),
     ),
     "wrong phase": (
@@ -136,17 +145,15 @@ BACKWARD: Bugs = {
             "d64",
         ),
         Bug("dV takes dO of the neighbouring stage", _OF_DV.flipped(B, 16384 >> 4), "d64"),
-        Bug(
+        wrong_arrival(
             "dK that is begun gives back a stage of dO instead of Q",
             commits(MMA, "q.empty", 2).at_other_barrier(0, "q.empty", "do.empty"),
             "steps",
-            lint="arrivals",
         ),
-        Bug(
+        wrong_arrival(
             "complete scores are signalled at the barrier of dP",
             commits(MMA, "scores.full").at_other_barrier(0, "scores.full", "dp.full"),
             "d64",
-            lint="arrivals",
         ),
         Bug(
             "the second piece of dQ is added from the place of the first",
@@ -190,33 +197,15 @@ BACKWARD: Bugs = {
         counted_short(
             "a piece of dQ is said to be there when three of four warps have written it", "pieces_even.full", 1, "d64"
         ),
-        Bug(
-            "all threads of a warp arrive for it",
-            arrivals(_DRAIN, "dq.empty").ahead("bra").left_out(),
-            "d64",
-            lint="arrivals",
-        ),
-        Bug(
-            "an arrival counts twice",
-            arrivals(_COMPUTE, "dp.empty").rewritten(_ARRIVES_BY_ONE, ", 2;"),
-            "d64",
-            lint="arrivals",
+        all_arrive("all threads of a warp arrive for it", _DRAIN, "dq.empty", "d64"),
+        wrong_arrival(
+            "an arrival counts twice", arrivals(_COMPUTE, "dp.empty").rewritten(LAST_REGISTER, ", 2;"), "d64"
         ),
     ),
     "missing arrival": (
-        Bug(
-            "complete dP is not signalled: there is no commit",
-            commits(MMA, "dp.full").left_out(),
-            "d64",
-            lint="arrivals",
-        ),
+        no_commit("complete dP is not signalled", "dp.full", "d64", lint="arrivals"),
         no_arrival("drain warps do not say that they have read dQ", _DRAIN, "dq.empty", "steps"),
-        Bug(
-            "adding warps do not give places of pieces back",
-            arrivals(_ADD, "pieces_even.empty", 2).left_out(),
-            "steps",
-            lint="arrivals",
-        ),
+        no_arrival("adding warps do not give places of pieces back", _ADD, "pieces_even.empty", "steps", count=2),
         no_arrival("compute warps do not say that they have read lse", _COMPUTE, "q.empty", "steps"),
         Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "tiles"),
     ),
@@ -235,18 +224,8 @@ BACKWARD: Bugs = {
         ),
     ),
     "wrong bytes": (
-        Bug(
-            "the bytes of lse are not expected",
-            arrivals(PRODUCER, "q.full").rewritten(_ARRIVES_BY_ONE, ", 16384;"),
-            "d64",
-        ),
-        Bug(
-            "no bytes of V are expected",
-            arrivals(PRODUCER, "v.full").rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
-            "d64",
-            LOADS_LAG,
-            lint="expected-bytes",
-        ),
+        wrong_bytes("the bytes of lse are not expected", "q.full", 16384, "d64"),
+        no_bytes("no bytes of V are expected", PRODUCER, "v.full", "d64", LOADS_LAG, lint="expected-bytes"),
         Bug(
             "delta signals the barrier of Q",
             find(PRODUCER, "cp.async.bulk.shared::cluster", barrier="do.full").at_other_barrier(3, "do.full", "q.full"),
@@ -254,7 +233,7 @@ BACKWARD: Bugs = {
         ),
         Bug(
             "half a piece of dQ is added",
-            find(_ADD, "cp.reduce.async.bulk", 2).rewritten(r", %r\d+;", ", 8192;"),
+            find(_ADD, "cp.reduce.async.bulk", 2).rewritten(LAST_REGISTER, ", 8192;"),
             "tiles",
         ),
     ),
@@ -300,32 +279,15 @@ BACKWARD: Bugs = {
         no_fence_after("a commit and dV that is read", waits(_COMPUTE, "dv.full"), "d64"),
     ),
     "missing tcgen05.wait": (
-        Bug(
-            "dP is computed with before it is in registers",
-            waits(_COMPUTE, "dp.full").behind("tcgen05.wait::ld").left_out(),
-            "d64",
-            lint="load-wait",
-        ),
-        Bug(
-            "dQ is given back before it is in registers",
-            waits(_DRAIN, "dq.full").behind("tcgen05.wait::ld").left_out(),
-            "d64",
-            lint="load-wait",
-        ),
-        Bug(
-            "P is handed over before it is in tensor memory",
-            _P_STORED[1].behind("tcgen05.wait::st").left_out(),
-            "steps",
-            lint="store-wait",
-        ),
+        no_load_wait("dP is computed with before it is in registers", waits(_COMPUTE, "dp.full"), "d64"),
+        no_load_wait("dQ is given back before it is in registers", waits(_DRAIN, "dq.full"), "d64"),
+        no_store_wait("P is handed over before it is in tensor memory", _P_STORED[1], "steps"),
     ),
     "missing barrier": (
-        Bug(
+        no_warp_sync(
             "a thread signals its warp's piece of dQ without waiting for the warp",
-            arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("bar.warp.sync").left_out(),
+            arrivals(_DRAIN, "pieces_even.full", 2)[:1],
             "d64",
-            lint="warp",
-            shows=False,
         ),
         Bug(
             "a warp stores dV that others have not written",
@@ -339,7 +301,7 @@ BACKWARD: Bugs = {
         ),
     ),
     "turns": (
-        Bug("dQ is added before its turn has come", _POLL.ahead("bra").rewritten(r"@%p\d+ ", ""), "turns"),
+        always_branches("dQ is added before its turn has come", _POLL, "turns"),
         Bug(
             "the turn is passed on before TMA has added",
             find(_ADD, "cp.async.bulk.wait_group", 3)[2].left_out(),
@@ -348,13 +310,9 @@ BACKWARD: Bugs = {
             lint="turn",
         ),
         Bug("the turn is not counted", find(_ADD, "red").left_out(), "turns"),
-        Bug("the turn is counted twice", find(_ADD, "red").rewritten(r", %r\d+;", ", 2;"), "turns"),
+        Bug("the turn is counted twice", find(_ADD, "red").rewritten(LAST_REGISTER, ", 2;"), "turns"),
         Bug("a turn is counted for the next block", find(_ADD, "red").further(0, 4), "turns"),
-        Bug(
-            "dQ is rounded before all tiles have added to it",
-            find(_COMPUTE, "ld.acquire", 2)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
-            "turns",
-        ),
+        always_branches("dQ is rounded before all tiles have added to it", find(_COMPUTE, "ld.acquire", 2)[0], "turns"),
     ),
     "workspace": (
         Bug(
@@ -417,19 +375,9 @@ BACKWARD: Bugs = {
         ),
     ),
     "registers": (
-        Bug(
-            "compute warps take more registers than others have given",
-            find(_COMPUTE, "setmaxnreg").rewritten("168", "184"),
-            "d64",
-            lint="registers",
-        ),
-        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "d64", lint="registers"),
-        Bug(
-            "the mma warps take registers by .dec",
-            find(MMA, "setmaxnreg").rewritten("80", "136"),
-            "d64",
-            lint="registers",
-        ),
+        wrong_registers("compute warps take more registers than others have given", _COMPUTE, 168, 184, "d64"),
+        drain_keeps_registers("d64"),
+        wrong_registers("the mma warps take registers by .dec", MMA, 80, 136, "d64"),
         Bug(
             "adding warps give registers back when a tile is there",
             find(_ADD, "setmaxnreg").moved_behind(waits(_ADD, "tiles.full")),
@@ -453,10 +401,6 @@ BACKWARD: Bugs = {
         ),
         Bug("a tile's first dV is added to the last tile's", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
         Bug("a tile's first dK is added to the last tile's", _OF_DK[::4].flipped(ACCUMULATES), "tiles"),
-        Bug(
-            "keys behind an end are not hidden",
-            find(_COMPUTE, "tcgen05.ld", 8)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
-            "causal",
-        ),
+        always_branches("keys behind an end are not hidden", find(_COMPUTE, "tcgen05.ld", 8)[0], "causal"),
     ),
 }

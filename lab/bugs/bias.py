@@ -1,7 +1,17 @@
 """Bugs of the kernel that computes a bias's gradient."""
 
-from lab.bugs.code import ACCUMULATES, BIAS_WARPS, MMA, PRODUCER, TARGET, arrivals, commits, find, waits
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
+from lab.bugs.code import ACCUMULATES, BIAS_WARPS, MMA, PRODUCER, TARGET, arrivals, find, waits
+from lab.bugs.table import (
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    Bug,
+    Bugs,
+    no_arrival,
+    no_commit,
+    no_wait,
+    wrong_phase,
+    wrong_registers,
+)
 
 _COMPUTE = BIAS_WARPS["compute"][0]  # the first warp
 _COMPUTE_LAGS, _HALF_LAGS = frozenset(BIAS_WARPS["compute"]), frozenset(BIAS_WARPS["compute"][4:])
@@ -35,20 +45,12 @@ BIAS: Bugs = {
     ),
     "missing arrival": (
         no_arrival("compute warps do not give scores back", _COMPUTE, "scores.empty", "several"),
-        Bug(
-            "complete dP is not signalled: there is no commit",
-            commits(MMA, "dp.full").left_out(),
-            "one",
-            lint="arrivals",
-        ),
-        Bug("scores do not give Q and K back: there is no commit", commits(MMA, "qk.empty").left_out(), "several"),
+        no_commit("complete dP is not signalled", "dp.full", "one", lint="arrivals"),
+        no_commit("scores do not give Q and K back", "qk.empty", "several"),
     ),
     "missing barrier": (
         Bug(
-            "rows are written before all of their sums are in shared memory",
-            _MEETINGS[0].left_out(),
-            "one",
-            _HALF_LAGS,
+            "rows are written before all of their sums are in shared memory", _MEETINGS[0].left_out(), "one", _HALF_LAGS
         ),
         Bug(
             "sums over keys are added up before they are all there",
@@ -78,11 +80,6 @@ BIAS: Bugs = {
         ),
     ),
     "registers": (
-        Bug(
-            "compute warps take more registers than others have given",
-            find(_COMPUTE, "setmaxnreg").rewritten("208", "216"),
-            "one",
-            lint="registers",
-        ),
+        wrong_registers("compute warps take more registers than others have given", _COMPUTE, 208, 216, "one"),
     ),
 }

@@ -286,11 +286,6 @@ def meetings(by: int) -> Found:
     return find(by, "barrier.cluster", 4)
 
 
-def registers_kept(by: int) -> Change:
-    """A warp asks for fewer registers than at launch by the instruction that gives none back."""
-    return find(by, "setmaxnreg.dec").rewritten("dec", "inc")
-
-
 # Where tiles are published to a pair's second CTA.
 PUBLISHED = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
 

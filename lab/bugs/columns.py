@@ -1,7 +1,7 @@
 """Bugs of the backward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import BACKWARD_WARPS, PRODUCER, arrivals, find
-from lab.bugs.table import Bug, Bugs, counted_short, no_arrival, no_wait, wrong_phase
+from lab.bugs.code import BACKWARD_WARPS, PRODUCER, find
+from lab.bugs.table import Bug, Bugs, all_arrive, always_branches, counted_short, no_arrival, no_wait, wrong_phase
 
 _COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("compute", "adding"))
 
@@ -41,21 +41,12 @@ COLUMNS: Bugs = {
         Bug("scores are hidden by the bits of another block", _BITS.further(1, _TILE), "causal"),
         Bug("a warpgroup has bits of the other one's queries", _BITS.further(1, _TILE // 2), "causal"),
         Bug("a thread has the bits of the next key", _BITS.further(1, 8), "causal"),
-        Bug(
-            "scores whose bits are 0 are not hidden",
-            find(_COMPUTE, "tcgen05.ld", 8)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
-            "lists",
-        ),
+        always_branches("scores whose bits are 0 are not hidden", find(_COMPUTE, "tcgen05.ld", 8)[0], "lists"),
     ),
     "wrong count": (
         counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
         counted_short("a turn is said to be read when one adding warp has read it", "turns.empty", 1, "many"),
-        Bug(
-            "all threads of a warp say that they have read an entry",
-            arrivals(_COMPUTE, "entries.empty").ahead("bra").left_out(),
-            "many",
-            lint="arrivals",
-        ),
+        all_arrive("all threads of a warp say that they have read an entry", _COMPUTE, "entries.empty", "many"),
     ),
     "missing arrival": (
         no_arrival("compute warps do not give entries back", _COMPUTE, "entries.empty", "many"),

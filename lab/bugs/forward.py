@@ -23,18 +23,31 @@ from lab.bugs.code import (
     waits,
 )
 from lab.bugs.table import (
+    LAST_REGISTER,
     LOADS_LAG,
     PRODUCTS_LAG,
     STORES_LAG,
     Bug,
     Bugs,
+    all_arrive,
+    always_branches,
     columns_not_freed,
     counted_short,
+    no_branch,
+    no_bytes,
+    no_commit,
     no_fence_after,
     no_fence_before,
+    no_load_wait,
     no_proxy_fence,
+    no_store_wait,
     no_wait,
+    no_wait_for_tma,
+    no_warp_sync,
+    wrong_arrival,
+    wrong_bytes,
     wrong_phase,
+    wrong_registers,
 )
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
@@ -122,23 +135,20 @@ FORWARD: Bugs = {
         ),
         no_wait("the epilogue reads sums before they are there", _EPILOGUE, "stats.full", "d64", _SOFTMAX_LAGS),
         no_wait("the epilogue stores O before it is complete", _EPILOGUE, "outputs.full", "d64", PRODUCTS_LAG),
-        Bug(
+        no_wait_for_tma(
             "the epilogue overwrites a piece of O in shared memory that TMA still reads",
-            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b1;").left_out(),
+            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b1;"),
             "d64",
-            STORES_LAG,
         ),
-        Bug(
+        no_wait_for_tma(
             "the CTA ends while TMA still reads its shared memory",
-            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b0;").left_out(),
+            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b0;"),
             "d64",
-            STORES_LAG,
         ),
-        Bug(
+        no_wait_for_tma(
             "the place of Q is given back while TMA still reads O from it",
-            find(_EPILOGUE, "cp.async.bulk.wait_group", 2)[:1].left_out(),
+            find(_EPILOGUE, "cp.async.bulk.wait_group", 2)[:1],
             "d192",
-            STORES_LAG,
         ),
         no_wait("K is loaded over K that products still read", PRODUCER, "k.empty", "long", PRODUCTS_LAG),
         no_wait("V is loaded over V that products still read", PRODUCER, "v.empty", "long", PRODUCTS_LAG),
@@ -193,11 +203,7 @@ FORWARD: Bugs = {
         Bug("scores take the place of the other part's", _OF_S.flipped(TARGET, 128), "one"),
         Bug("products read P where there are scores", _OF_O.flipped(A, 64), "one"),
         Bug("the parts' outputs change places", _OF_O.flipped(TARGET, 64), "one"),
-        Bug(
-            "the end of most of P is stored a column further",
-            _END_OF_MOST.rewritten(r"\+ 32", "+ 33"),
-            "one",
-        ),
+        Bug("the end of most of P is stored a column further", _END_OF_MOST.rewritten(r"\+ 32", "+ 33"), "one"),
         Bug(
             "warps of softmax reach for lanes of others",
             find(_SOFTMAX, "and.b32", having="6291456").rewritten("6291456", "4194304"),
@@ -214,27 +220,15 @@ FORWARD: Bugs = {
             _EPILOGUE_LAGS,
         ),
         counted_short("the place of Q is said to be free before O has left it", "q.empty", 1, "d192", STORES_LAG),
-        Bug(
-            "all threads of a warp arrive for it",
-            arrivals(_SOFTMAX, "scores.empty").ahead("bra").left_out(),
-            "d64",
-            lint="arrivals",
-        ),
-        Bug(
-            "an arrival counts twice",
-            arrivals(_EPILOGUE, "outputs.empty").rewritten(r", %r\d+;", ", 2;"),
-            "d64",
-            lint="arrivals",
+        all_arrive("all threads of a warp arrive for it", _SOFTMAX, "scores.empty", "d64"),
+        wrong_arrival(
+            "an arrival counts twice", arrivals(_EPILOGUE, "outputs.empty").rewritten(LAST_REGISTER, ", 2;"), "d64"
         ),
     ),
     "missing arrival": (
         Bug("softmax does not say that its sums are there", arrivals(_SOFTMAX, "stats.full").left_out(), "d64"),
-        Bug("complete scores are not signalled: there is no commit", commits(MMA, "scores.full", 2).left_out(), "d64"),
-        Bug(
-            "the producer gets no signal that products are done with K: there is no commit",
-            commits(MMA, "k.empty").left_out(),
-            "long",
-        ),
+        no_commit("complete scores are not signalled", "scores.full", "d64", count=2),
+        no_commit("the producer gets no signal that products are done with K", "k.empty", "long"),
     ),
     "wrong order": (
         Bug("P is handed over before it is stored", _signalled_early, "long", _SOFTMAX_LAGS, lint="store-wait"),
@@ -244,9 +238,9 @@ FORWARD: Bugs = {
             "d64",
             frozenset({MMA}),
         ),
-        Bug(
+        no_branch(
             "Q is given back behind the first block of keys, not the last",
-            commits(MMA, "q.empty", 2).ahead("bra").ahead("bra").left_out(),
+            commits(MMA, "q.empty", 2).ahead("bra"),
             "d64",
         ),
         Bug(
@@ -257,14 +251,8 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong bytes": (
-        Bug("half the bytes of K are expected", arrivals(PRODUCER, "k.full").rewritten(r", %r\d+;", ", 8192;"), "d64"),
-        Bug(
-            "no bytes of V are expected",
-            arrivals(PRODUCER, "v.full").rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
-            "d64",
-            LOADS_LAG,
-            lint="expected-bytes",
-        ),
+        wrong_bytes("half the bytes of K are expected", "k.full", 8192, "d64"),
+        no_bytes("no bytes of V are expected", PRODUCER, "v.full", "d64", LOADS_LAG, lint="expected-bytes"),
         Bug(
             "Q signals the barrier of K",
             find(PRODUCER, "cp.async.bulk.tensor", 2, "q.full").at_other_barrier(2, "q.full", "k.full"),
@@ -291,39 +279,18 @@ FORWARD: Bugs = {
         no_fence_after("a commit and O that is rescaled (one part)", waits(_SOFTMAX, "added.full", 4)[1], "d256"),
     ),
     "missing tcgen05.wait": (
-        Bug(
-            "scores are computed with before they are in registers",
-            _LOADS[0].behind("tcgen05.wait::ld").left_out(),
-            "one",
-            lint="load-wait",
-        ),
-        Bug(
-            "O is computed with before it is in registers",
-            find(_EPILOGUE, "tcgen05.ld", 4)[-1].behind("tcgen05.wait::ld").left_out(),
-            "one",
-            lint="load-wait",
-        ),
-        Bug(
-            "P is handed over before it is in tensor memory",
-            _END_OF_MOST[0].behind("tcgen05.wait::st").left_out(),
-            "long",
-            _SOFTMAX_LAGS,
-            lint="store-wait",
-        ),
-        Bug(
+        no_load_wait("scores are computed with before they are in registers", _LOADS[0], "one"),
+        no_load_wait("O is computed with before it is in registers", find(_EPILOGUE, "tcgen05.ld", 4)[-1], "one"),
+        no_store_wait("P is handed over before it is in tensor memory", _END_OF_MOST[0], "long", _SOFTMAX_LAGS),
+        no_store_wait(
             "O that has been rescaled is handed over before it is in tensor memory",
-            find(_SOFTMAX, "tcgen05.st", 14)[-3].behind("tcgen05.wait::st").left_out(),
+            find(_SOFTMAX, "tcgen05.st", 14)[-3],
             "d64",
-            lint="store-wait",
         ),
     ),
     "missing barrier": (
-        Bug(
-            "a thread signals its warp's sums without waiting for the warp",
-            arrivals(_SOFTMAX, "stats.full").ahead("bar.warp.sync").left_out(),
-            "d64",
-            lint="warp",
-            shows=False,
+        no_warp_sync(
+            "a thread signals its warp's sums without waiting for the warp", arrivals(_SOFTMAX, "stats.full"), "d64"
         ),
         Bug("a warp of the epilogue stores O that others have not written", _MEETINGS[1:].left_out(), "d64"),
         Bug(
@@ -337,12 +304,7 @@ FORWARD: Bugs = {
     ),
     "columns": columns_not_freed("one"),
     "registers": (
-        Bug(
-            "softmax takes more registers than others have given",
-            find(_SOFTMAX, "setmaxnreg").rewritten("200", "208"),
-            "one",
-            lint="registers",
-        ),
+        wrong_registers("softmax takes more registers than others have given", _SOFTMAX, 200, 208, "one"),
         Bug(
             "one warp of a warpgroup asks for other registers than the rest",
             waits(MMA, "tiles.full", 2)[0].preceded_by("setmaxnreg.dec.sync.aligned.u32 48;"),
@@ -363,18 +325,14 @@ FORWARD: Bugs = {
             find(_SOFTMAX, "ld.global.b32", 17).ahead("min.s32").rewritten(_LESSER, r"mov.b32 \1, \2"),
             "bias",
         ),
-        Bug(
-            "lse is written for rows behind a sequence's end",
-            find(_EPILOGUE, "st.global.b32", 2)[:1].ahead("bra").left_out(),
-            "packed",
-        ),
-        Bug("keys behind a sequence's end are not hidden", _LOADS[0].ahead("bra").rewritten(r"@%p\d+ ", ""), "packed"),
+        no_branch("lse is written for rows behind a sequence's end", find(_EPILOGUE, "st.global.b32", 2)[:1], "packed"),
+        always_branches("keys behind a sequence's end are not hidden", _LOADS[0], "packed"),
         Bug(
             "a tile's first output is added to the last tile's, and later ones overwrite",
             _OF_O[::4].flipped(ACCUMULATES),
             "d64",
         ),
-        Bug("O is not rescaled when row_max rises", _LOADS[-2].ahead("bra").rewritten(r"@%p\d+ ", ""), "d64"),
-        Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out(), "d64"),
+        always_branches("O is not rescaled when row_max rises", _LOADS[-2], "d64"),
+        no_branch("O is rescaled when there is none yet", _LOADS[-2], "d64"),
     ),
 }

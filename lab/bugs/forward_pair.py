@@ -27,9 +27,12 @@ from lab.bugs.table import (
     Bug,
     Bugs,
     counted_short,
+    no_bytes,
     no_fence_before,
     no_proxy_fence,
     no_wait,
+    wrong_arrival,
+    wrong_bytes,
     wrong_phase,
 )
 
@@ -100,22 +103,10 @@ FORWARD_PAIR: Bugs = {
             which=0,
         ),
         no_wait(
-            "K is loaded over K that products still read",
-            PRODUCER,
-            "k.empty",
-            "blocks",
-            PRODUCTS_LAG,
-            count=3,
-            which=0,
+            "K is loaded over K that products still read", PRODUCER, "k.empty", "blocks", PRODUCTS_LAG, count=3, which=0
         ),
         no_wait(
-            "V is loaded over V that products still read",
-            PRODUCER,
-            "v.empty",
-            "blocks",
-            PRODUCTS_LAG,
-            count=3,
-            which=0,
+            "V is loaded over V that products still read", PRODUCER, "v.empty", "blocks", PRODUCTS_LAG, count=3, which=0
         ),
         no_wait(
             "Q is loaded over Q that products still read", PRODUCER, "q.empty", "tiles", PRODUCTS_LAG, count=2, which=0
@@ -199,31 +190,21 @@ FORWARD_PAIR: Bugs = {
         Bug("the second CTA's place of K is not given back", commits(MMA, "k.empty").flipped(1, 2), "blocks"),
         Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "tiles"),
         Bug("added outputs are not signalled to the second CTA", commits(MMA, "added.full", 2).flipped(1, 2), "rising"),
-        Bug(
+        wrong_arrival(
             "P is signalled to the second CTA, not to the leader",
             arrivals(_SOFTMAX, "p.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
             "d256",
-            lint="arrivals",
         ),
-        Bug(
+        wrong_arrival(
             "the epilogue gives O back to the second CTA, not to the leader",
             arrivals(_EPILOGUE, "outputs.empty").ahead("mapa").rewritten(", 0;", ", 1;"),
             "tiles",
-            lint="arrivals",
         ),
         Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "d256", lint="expected-bytes"),
     ),
     "wrong bytes": (
-        Bug(
-            "the bytes of one CTA's K are expected",
-            arrivals(PRODUCER, "k.full").rewritten(r", %r\d+;", ", 32768;"),
-            "d256",
-        ),
-        Bug(
-            "what a tile is is not expected",
-            arrivals(SECOND + PRODUCER, "tiles.full", 2).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
-            "d256",
-        ),
+        wrong_bytes("the bytes of one CTA's K are expected", "k.full", 32768, "d256"),
+        no_bytes("what a tile is is not expected", SECOND + PRODUCER, "tiles.full", "d256", count=2),
     ),
     "missing fence": (
         no_proxy_fence(

@@ -4,7 +4,17 @@ from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
 from lab.bugs.code import STRIDE, B, arrivals, find, uncounted, warps_of
-from lab.bugs.table import LOADS_LAG, STORES_LAG, WARPGROUPS_LAG, Bug, Bugs, no_proxy_fence, no_wait, wrong_phase
+from lab.bugs.table import (
+    LOADS_LAG,
+    STORES_LAG,
+    WARPGROUPS_LAG,
+    Bug,
+    Bugs,
+    no_proxy_fence,
+    no_wait,
+    no_wait_for_tma,
+    wrong_phase,
+)
 
 # Up to d = 128, where the forward kernel has the same warps for producer and mma; and above, of a cluster's CTAs.
 _OF_CTA, _OF_CLUSTER = (warps_of(backward_schedule(backward_config("bfloat16", d, d, Features()))) for d in (128, 256))
@@ -27,11 +37,8 @@ HOPPER_FORWARD: Bugs = {
         no_wait("a bias is read before it is there", _MMA, "bias.full", "bias", LOADS_LAG, count=2),
         Bug("scores are read while they are computed", _WAITS[0].left_out(), "long"),
         Bug("O is rescaled while a product adds to it", _WAITS[2].left_out(), "long"),
-        Bug(
-            "O's place is written before TMA has read it",
-            find(_MMA, "cp.async.bulk.wait_group", 2)[0].left_out(),
-            "tiles",
-            STORES_LAG,
+        no_wait_for_tma(
+            "O's place is written before TMA has read it", find(_MMA, "cp.async.bulk.wait_group", 2)[0], "tiles"
         ),
     ),
     "missing fence": (
@@ -66,12 +73,11 @@ HOPPER_BACKWARD: Bugs = {
         no_wait("dP is begun before dO is there", _MMA, "do.full", "steps", LOADS_LAG),
         no_wait("dQ is begun before all of dS is there", _MMA, "ds.full", "steps", _SECOND_LAGS, count=2),
         Bug("dP is read while it is computed", _OF_BACKWARD[1].left_out(), "steps"),
-        Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), "steps", STORES_LAG),
-        Bug(
+        no_wait_for_tma("dQ's place is written before it is read", _READ[:1] + _READ[3:], "steps"),
+        no_wait_for_tma(
             "a turn is passed on before dQ is added",
-            find(_STORING, "cp.async.bulk.wait_group", 2, having=r"group\s").left_out(),
+            find(_STORING, "cp.async.bulk.wait_group", 2, having=r"group\s"),
             "turns",
-            STORES_LAG,
         ),
         no_wait(
             "a turn is passed on before the storing warp has said so", _FILLING, "added_1.full", "turns", STORES_LAG

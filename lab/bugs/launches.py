@@ -112,11 +112,7 @@ LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
             "forward pair",
             _of(_FORWARD_PAIR, cluster=(1, 1, 1)),
         ),
-        LaunchBug(
-            "a pair of the backward pass is launched without its cluster",
-            "pair",
-            _of(_PAIR, cluster=(1, 1, 1)),
-        ),
+        LaunchBug("a pair of the backward pass is launched without its cluster", "pair", _of(_PAIR, cluster=(1, 1, 1))),
     ),
     "shared memory": (
         LaunchBug("the forward kernel has 1 KB less", "forward", _less_shared(_FORWARD)),

@@ -1,7 +1,7 @@
 """Bugs of the forward kernel under masks, where it is not as without."""
 
 from lab.bugs.code import ACCUMULATES, FORWARD_WARPS, MMA, PRODUCER, arrivals, find, uncounted
-from lab.bugs.table import Bug, Bugs, no_arrival, no_wait, wrong_phase
+from lab.bugs.table import Bug, Bugs, all_arrive, no_arrival, no_wait, wrong_phase
 
 _SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
 
@@ -35,12 +35,7 @@ LISTS: Bugs = {
             lint="arrivals",
             shows=False,
         ),
-        Bug(
-            "all threads of a warp say that they have read an entry",
-            arrivals(_SOFTMAX, "entries.empty").ahead("bra").left_out(),
-            "many",
-            lint="arrivals",
-        ),
+        all_arrive("all threads of a warp say that they have read an entry", _SOFTMAX, "entries.empty", "many"),
     ),
     "missing arrival": (
         no_arrival("the mma warp does not give entries back", MMA, "entries.empty", "many"),
@@ -80,10 +75,6 @@ LISTS: Bugs = {
             find(_EPILOGUE, "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
             "blind",
         ),
-        Bug(
-            "a part's first output is added to what stands there",
-            _FIRST_OF_O.flipped(ACCUMULATES),
-            "lists",
-        ),
+        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped(ACCUMULATES), "lists"),
     ),
 }

@@ -11,11 +11,9 @@ from lab.bugs.code import (
     TARGET,
     A,
     B,
-    arrivals,
     commits,
     find,
     meetings,
-    registers_kept,
     waits,
 )
 from lab.bugs.table import (
@@ -26,9 +24,14 @@ from lab.bugs.table import (
     Bug,
     Bugs,
     counted_short,
+    drain_keeps_registers,
     no_arrival,
+    no_bytes,
     no_proxy_fence,
     no_wait,
+    no_warp_sync,
+    wrong_arrival,
+    wrong_bytes,
     wrong_phase,
 )
 
@@ -175,26 +178,17 @@ PAIR: Bugs = {
             "exchange.empty",
             "one",
         ),
-        Bug(
+        wrong_arrival(
             "the second CTA's mma warp signals to itself",
             find(SECOND + MMA, "mapa", 2)[0].rewritten(", 0;", ", 1;"),
             "one",
-            lint="arrivals",
         ),
         Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "one", lint="expected-bytes"),
     ),
     "wrong bytes": (
-        Bug(
-            "the bytes of one CTA's Q are expected",
-            arrivals(PRODUCER, "q.full").rewritten(r", %r\d+;", ", 16384;"),
-            "one",
-        ),
+        wrong_bytes("the bytes of one CTA's Q are expected", "q.full", 16384, "one"),
         Bug("half of a warp's dS is sent", _SENT.rewritten(r", %r\d+, \[barrier\]", ", 2048, [barrier]"), "one"),
-        Bug(
-            "what a tile is is not expected",
-            arrivals(SECOND + PRODUCER, "tiles.full", 2).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
-            "one",
-        ),
+        no_bytes("what a tile is is not expected", SECOND + PRODUCER, "tiles.full", "one", count=2),
     ),
     "missing fence": (
         no_proxy_fence("dS is sent without fence.proxy.async", _SENT.ahead("fence.proxy.async"), "one"),
@@ -203,25 +197,14 @@ PAIR: Bugs = {
         ),
     ),
     "missing barrier": (
-        Bug(
-            "a thread sends its warp's dS without waiting for the warp",
-            _SENT.ahead("bar.warp.sync").left_out(),
-            "one",
-            lint="warp",
-            shows=False,
-        ),
+        no_warp_sync("a thread sends its warp's dS without waiting for the warp", _SENT, "one"),
         Bug(
             "the CTAs do not meet before the one arrives at the other's barriers",
             meetings(_DRAIN)[:2].left_out(),
             "one",
             SECOND_LAGS,
         ),
-        Bug(
-            "a CTA ends while the other still writes to it",
-            meetings(_DRAIN)[2:].left_out(),
-            "one",
-            FIRST_LAGS,
-        ),
+        Bug("a CTA ends while the other still writes to it", meetings(_DRAIN)[2:].left_out(), "one", FIRST_LAGS),
     ),
     "memory order": (
         Bug(
@@ -248,7 +231,5 @@ PAIR: Bugs = {
             shows=False,
         ),
     ),
-    "registers": (
-        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
-    ),
+    "registers": (drain_keeps_registers("one"),),
 }

@@ -10,13 +10,22 @@ from lab.bugs.code import (
     SECOND,
     TARGET,
     A,
-    commits,
     find,
-    registers_kept,
     uncounted,
     waits,
 )
-from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs, no_arrival, no_wait, wrong_phase
+from lab.bugs.table import (
+    LOADS_LAG,
+    PRODUCTS_LAG,
+    STORES_LAG,
+    Bug,
+    Bugs,
+    drain_keeps_registers,
+    no_arrival,
+    no_commit,
+    no_wait,
+    wrong_phase,
+)
 
 _DRAIN, _COMPUTE = (BACKWARD_WARPS[name][0] for name in ("drain", "compute"))
 _DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = (
@@ -81,12 +90,7 @@ PAIR_TWO_PASS: Bugs = {
             "one",
             PRODUCTS_LAG,
         ),
-        Bug(
-            "dV is begun before P is stored",
-            waits(MMA, "scores.empty", 3)[0].left_out(),
-            "one",
-            _COMPUTE_LAGS,
-        ),
+        Bug("dV is begun before P is stored", waits(MMA, "scores.empty", 3)[0].left_out(), "one", _COMPUTE_LAGS),
         Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 3)[1].left_out(), "one", _COMPUTE_LAGS),
         Bug(
             "dQ overwrites scores that compute warps have not read",
@@ -117,11 +121,7 @@ PAIR_TWO_PASS: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug(
-            "the second pass is a phase late with scores",
-            waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
-            "one",
-        ),
+        Bug("the second pass is a phase late with scores", waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY), "one"),
         wrong_phase("the producer waits for the last tile's dV", PRODUCER, "k_columns.empty", "one"),
         wrong_phase("compute warps are a phase late with dQ", _COMPUTE, "dq.full", "one"),
     ),
@@ -136,13 +136,8 @@ PAIR_TWO_PASS: Bugs = {
     "missing arrival": (
         no_arrival("dV does not give back the place of K", _COMPUTE, "k_columns.empty", "one"),
         no_arrival("K in tensor memory is not signalled", _COMPUTE, "keys.full", "one"),
-        Bug(
-            "the last dQ does not give back the place of K: there is no commit",
-            commits(MMA, "k.empty").left_out(),
-            "tiles",
-            lint="arrivals",
-        ),
-        Bug("dK does not give Q by columns back: there is no commit", commits(MMA, "q.empty", 3)[1].left_out(), "two"),
+        no_commit("the last dQ does not give back the place of K", "k.empty", "tiles", lint="arrivals"),
+        no_commit("dK does not give Q by columns back", "q.empty", "two", count=3, which=1),
     ),
     "wrong count": (
         Bug(
@@ -156,7 +151,5 @@ PAIR_TWO_PASS: Bugs = {
         Bug("the second pass's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
-    "registers": (
-        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
-    ),
+    "registers": (drain_keeps_registers("one"),),
 }

@@ -5,7 +5,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.bugs.code import MMA, PARITY, SECOND, Change, Found, arrivals, both, columns, find, uncounted, waits
+from lab.bugs.code import (
+    BACKWARD_WARPS,
+    MMA,
+    PARITY,
+    PRODUCER,
+    SECOND,
+    Change,
+    Found,
+    arrivals,
+    both,
+    columns,
+    commits,
+    find,
+    uncounted,
+    waits,
+)
 from lab.bugs.launches import LaunchBug
 from lab.interpreter import Lagging
 
@@ -14,6 +29,8 @@ LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG, WARPGROUPS_LAG = (
     frozenset({name}) for name in ("loads", "stores", "products", "arrivals", "warpgroups")
 )
 FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
+
+LAST_REGISTER = r", %r\d+;"  # the last operand, such as an arrival's count or its bytes
 
 
 class Bug(NamedTuple):
@@ -62,9 +79,29 @@ def wrong_phase(
     return Bug(text, waits(by, barrier, count)[which].flipped(PARITY), call, lags)
 
 
-def no_arrival(text: str, by: int, barrier: str, call: str) -> Bug:
-    """Threads of a warp do not arrive at an mbarrier."""
-    return Bug(text, arrivals(by, barrier).left_out(), call, lint="arrivals")
+def no_wait_for_tma(text: str, wait: Found, call: str) -> Bug:
+    """Threads do not wait for TMA to have read shared memory. It shows where TMA's stores lag."""
+    return Bug(text, wait.left_out(), call, STORES_LAG)
+
+
+def no_arrival(text: str, by: int, barrier: str, call: str, *, count: int = 1) -> Bug:
+    """Threads of a warp do not arrive at an mbarrier, in each of ``count`` places."""
+    return Bug(text, arrivals(by, barrier, count).left_out(), call, lint="arrivals")
+
+
+def no_commit(text: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH, lint: str = "") -> Bug:
+    """Products do not arrive at an mbarrier when they are done, in some or each of ``count`` places."""
+    return Bug(f"{text}: there is no commit", commits(MMA, barrier, count)[which].left_out(), call, lint=lint)
+
+
+def all_arrive(text: str, by: int, barrier: str, call: str) -> Bug:
+    """All threads of a warp arrive at an mbarrier, not the elected one alone."""
+    return Bug(text, arrivals(by, barrier).ahead("bra").left_out(), call, lint="arrivals")
+
+
+def wrong_arrival(text: str, change: Change, call: str) -> Bug:
+    """An arrival is at another mbarrier than is waited for, or counts otherwise."""
+    return Bug(text, change, call, lint="arrivals")
 
 
 def counted_short(text: str, barrier: str, number: int, call: str, lags: Lagging = frozenset()) -> Bug:
@@ -86,6 +123,44 @@ def no_fence_after(between: str, wait: Found, call: str) -> Bug:
     return Bug(text, left_out, call, lint="fence-after", shows=False)
 
 
+def no_load_wait(text: str, load: Found, call: str) -> Bug:
+    """No wait behind a load from tensor memory."""
+    return Bug(text, load.behind("tcgen05.wait::ld").left_out(), call, lint="load-wait")
+
+
+def no_store_wait(text: str, store: Found, call: str, lags: Lagging = frozenset()) -> Bug:
+    """No wait behind a store to tensor memory."""
+    return Bug(text, store.behind("tcgen05.wait::st").left_out(), call, lags, lint="store-wait")
+
+
+def no_warp_sync(text: str, signal: Found, call: str) -> Bug:
+    """An elected thread does not wait for its warp ahead of an arrival or a copy."""
+    return Bug(text, signal.ahead("bar.warp.sync").left_out(), call, lint="warp", shows=False)
+
+
+def no_branch(text: str, behind: Found, call: str) -> Bug:
+    """The branch ahead of an instruction is never taken."""
+    return Bug(text, behind.ahead("bra").left_out(), call)
+
+
+def always_branches(text: str, behind: Found, call: str) -> Bug:
+    """The branch ahead of an instruction is always taken."""
+    return Bug(text, behind.ahead("bra").rewritten(r"@%p\d+ ", ""), call)
+
+
+def wrong_bytes(text: str, barrier: str, number: int, call: str) -> Bug:
+    """The producer expects another number of bytes at an mbarrier than TMA loads."""
+    return Bug(text, arrivals(PRODUCER, barrier).rewritten(LAST_REGISTER, f", {number};"), call)
+
+
+def no_bytes(
+    text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1, lint: str = ""
+) -> Bug:
+    """A warp arrives at an mbarrier and expects no bytes, in each of ``count`` places."""
+    without = arrivals(by, barrier, count).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;")
+    return Bug(text, without, call, lags, lint=lint)
+
+
 def no_proxy_fence(text: str, fence: Found, call: str) -> Bug:
     """No fence between accesses to shared memory by threads and by TMA or tensor cores."""
     return Bug(text, fence.left_out(), call, lint="proxy")
@@ -99,6 +174,18 @@ def columns_not_freed(call: str) -> tuple[Bug, ...]:
         Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), call, lint="columns"),
         Bug("fewer columns are allocated and freed than products write", both(*fewer), call),
     )
+
+
+def wrong_registers(text: str, by: int, number: int, other: int, call: str) -> Bug:
+    """A warp asks for another number of registers per thread."""
+    change = find(by, "setmaxnreg").rewritten(str(number), str(other))
+    return Bug(text, change, call, lint="registers")
+
+
+def drain_keeps_registers(call: str) -> Bug:
+    """Drain warps of a backward kernel take registers by the instruction that is to give some back."""
+    change = find(BACKWARD_WARPS["drain"][0], "setmaxnreg.dec").rewritten("dec", "inc")
+    return Bug("drain warps keep the registers that they ask to lose", change, call, lint="registers")
 
 
 def table(bugs: AnyBugs) -> str:

@@ -12,7 +12,6 @@ from lab.bugs.code import (
     arrivals,
     commits,
     find,
-    registers_kept,
     waits,
 )
 from lab.bugs.table import (
@@ -21,7 +20,11 @@ from lab.bugs.table import (
     STORES_LAG,
     Bug,
     Bugs,
+    always_branches,
+    drain_keeps_registers,
     no_arrival,
+    no_branch,
+    no_commit,
     no_proxy_fence,
     no_wait,
     wrong_phase,
@@ -40,12 +43,7 @@ TWO_PASS: Bugs = {
     "missing wait": (
         no_wait("dP is begun before V is there", MMA, "v.full", "one", LOADS_LAG),
         no_wait("V is loaded over dV that TMA still reads", PRODUCER, "v.empty", "one", STORES_LAG),
-        Bug(
-            "dV is begun before P is stored",
-            waits(MMA, "scores.empty", 2)[0].left_out(),
-            "one",
-            _COMPUTE_LAGS,
-        ),
+        Bug("dV is begun before P is stored", waits(MMA, "scores.empty", 2)[0].left_out(), "one", _COMPUTE_LAGS),
         Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 2)[1].left_out(), "one", _COMPUTE_LAGS),
         no_wait(
             "dQ overwrites the last step's, which drain warps have not read",
@@ -78,11 +76,7 @@ TWO_PASS: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug(
-            "the second pass is a phase late with scores",
-            waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
-            "one",
-        ),
+        Bug("the second pass is a phase late with scores", waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY), "one"),
         wrong_phase("the producer waits for the last tile's dV", PRODUCER, "v.empty", "one"),
     ),
     "wrong column": (
@@ -95,12 +89,8 @@ TWO_PASS: Bugs = {
         Bug("the first pass does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
         Bug("the second pass does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
         no_arrival("dV does not give back the place of V", _COMPUTE, "v.empty", "one"),
-        Bug("complete dP is not signalled: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
-        Bug(
-            "scores of the first pass do not give Q back: there is no commit",
-            commits(MMA, "q.empty", 2)[0].left_out(),
-            "one",
-        ),
+        no_commit("complete dP is not signalled", "scores.full", "one", count=3, which=1),
+        no_commit("scores of the first pass do not give Q back", "q.empty", "one", count=2, which=0),
     ),
     "wrong order": (
         Bug(
@@ -115,21 +105,9 @@ TWO_PASS: Bugs = {
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
     "list": (
-        Bug(
-            "turns are published in the first pass, too",
-            waits(PRODUCER, "turns.empty").ahead("bra").left_out(),
-            "lists",
-        ),
-        Bug(
-            "the first pass does not hide scores",
-            find(_COMPUTE, "tcgen05.ld", 13)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
-            "lists",
-        ),
-        Bug(
-            "the second pass does not give entries back",
-            arrivals(_COMPUTE, "entries.empty", 2)[1].left_out(),
-            "many",
-        ),
+        no_branch("turns are published in the first pass, too", waits(PRODUCER, "turns.empty"), "lists"),
+        always_branches("the first pass does not hide scores", find(_COMPUTE, "tcgen05.ld", 13)[0], "lists"),
+        Bug("the second pass does not give entries back", arrivals(_COMPUTE, "entries.empty", 2)[1].left_out(), "many"),
     ),
     "wrong descriptor": (
         Bug(
@@ -150,7 +128,5 @@ TWO_PASS: Bugs = {
             "d256",
         ),
     ),
-    "registers": (
-        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
-    ),
+    "registers": (drain_keeps_registers("one"),),
 }

@@ -1,21 +1,7 @@
 """Bugs of the backward kernel of pairs of CTAs at (192, 128), where it is not as at d = 128."""
 
-from lab.bugs.code import (
-    BACKWARD_WARPS,
-    KIND,
-    LEADING,
-    MMA,
-    PRODUCER,
-    SWIZZLE,
-    TARGET,
-    A,
-    B,
-    arrivals,
-    find,
-    registers_kept,
-    waits,
-)
-from lab.bugs.table import Bug, Bugs, no_wait
+from lab.bugs.code import BACKWARD_WARPS, KIND, LEADING, MMA, PRODUCER, SWIZZLE, TARGET, A, B, find, waits
+from lab.bugs.table import LAST_REGISTER, Bug, Bugs, drain_keeps_registers, no_wait, wrong_bytes
 
 _DRAIN, _COMPUTE, _ADDS = (BACKWARD_WARPS[name][0] for name in ("drain", "compute", "adding"))
 _DRAIN_LAGS, _COMPUTE_LAGS = (frozenset(BACKWARD_WARPS[name]) for name in ("drain", "compute"))
@@ -48,11 +34,7 @@ WIDE_PAIR: Bugs = {
         ),
     ),
     "wrong place": (
-        Bug(
-            "a CTA puts out all columns of dQ that it computes",
-            _LANES.rewritten(", 95;", ", 127;"),
-            "one",
-        ),
+        Bug("a CTA puts out all columns of dQ that it computes", _LANES.rewritten(", 95;", ", 127;"), "one"),
         Bug(
             "the second CTA adds where the first one's columns end that it computes",
             find(_ADDS, "mul.lo.s32", having=", 6144;").rewritten("6144", "8192"),
@@ -64,16 +46,8 @@ WIDE_PAIR: Bugs = {
             "one",
         ),
         Bug("the last columns of K are put where those before them are", _LOADS_OF_K[1].further(0, -32768), "one"),
-        Bug(
-            "K by columns is loaded from column 0 on by both CTAs",
-            _LOADS_OF_K[:1].rewritten(r"\{%r\d+", "{0"),
-            "one",
-        ),
-        Bug(
-            "the last 32 columns of Q are put where those before them are",
-            _LOADS_OF_Q[2].further(0, -4096),
-            "one",
-        ),
+        Bug("K by columns is loaded from column 0 on by both CTAs", _LOADS_OF_K[:1].rewritten(r"\{%r\d+", "{0"), "one"),
+        Bug("the last 32 columns of Q are put where those before them are", _LOADS_OF_Q[2].further(0, -4096), "one"),
         Bug("dQ takes the place of scores", _OF_DQ.flipped(TARGET, 448), "two"),
         Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped(A, 48), "one"),
     ),
@@ -94,18 +68,12 @@ WIDE_PAIR: Bugs = {
         Bug("products of dQ are said to have the columns of one CTA", _OF_DQ.flipped(KIND, (16 ^ 8) << 24), "one"),
     ),
     "wrong bytes": (
-        Bug(
-            "the bytes of half of K by columns are expected",
-            arrivals(PRODUCER, "k_columns.full").rewritten(r", %r\d+;", ", 65536;"),
-            "tiles",
-        ),
+        wrong_bytes("the bytes of half of K by columns are expected", "k_columns.full", 65536, "tiles"),
         Bug(
             "the adding warp adds a piece of 64 columns",
-            find(_ADDS, "cp.reduce.async.bulk", 4).rewritten(r", %r\d+;", ", 4096;"),
+            find(_ADDS, "cp.reduce.async.bulk", 4).rewritten(LAST_REGISTER, ", 4096;"),
             "tiles",
         ),
     ),
-    "registers": (
-        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
-    ),
+    "registers": (drain_keeps_registers("one"),),
 }
