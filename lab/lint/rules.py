@@ -1,7 +1,7 @@
 """The rules of the lint, but for those about global memory: each is a function that yields findings."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lab.lint.global_memory import WIDE_SCOPES, offsets_that_may_wrap, polls
@@ -191,7 +191,6 @@ def barrier_operand(x: Instruction) -> int:
 
 # What has happened to a thread on some path, and by which instruction; that of the first line, if there are several.
 _State = dict[str, int]
-_Report = Callable[[str, Instruction, str], None]
 # Operations that rules about paths are about; others only write registers.
 _OF_PATHS = {"st", "stmatrix", "ld", "red", "cp", "mbarrier", "bar", "barrier", "fence", "membar", "setmaxnreg"}
 _OF_PATHS |= {"tcgen05", "wgmma"}
