@@ -15,6 +15,7 @@ items are.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,21 +23,19 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
-from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.score import LN2, LOG2_E, ScoreScales, hidden
 from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
-from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
-from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_transfers import BlockShared, Item, mask_hidden, visible_keys
+from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel, ItemWork
+from flash_attn_cute.kernels.sm90.selection_transfers import BlockShared, mask_hidden, visible_keys
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -50,11 +49,17 @@ class _Shared(BlockShared):
     sO: cute.Tensor
 
 
+class _Parts(NamedTuple):
+    """Parts of the workspace that the kernel writes to by threads."""
+
+    mLSE: cute.Tensor  # (unit, pick, head of the group), in base 2
+
+
 class SelectionSm90(ItemKernel):
     """The forward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionConfig):
-        super().__init__(config)
+        super().__init__(config, _Shared)
         self.merge = SelectionMerge(config)
 
     @cute.jit
@@ -72,7 +77,7 @@ class SelectionSm90(ItemKernel):
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         tables = self.tables(a, stream)
-        kernel = self.kernel(self.mmas(), tma, parts["mLSE"], a, tables, scales)
+        kernel = self.kernel(self.mmas(), tma, a, tables, _Parts(parts["mLSE"]), scales)
         self.launch(kernel, n.num_items * n.num_units, stream)
         self.merge(a, tables, parts, stream)
 
@@ -85,51 +90,15 @@ class SelectionSm90(ItemKernel):
             O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
         )
 
-    @cute.kernel
-    def kernel(
-        self,
-        mmas: ForwardMmas,
-        tma: ForwardTiles,
-        mLSE: cute.Tensor,
-        a: SelectionArguments,
-        tables: SelectionTables,
-        scales: ScoreScales,
-    ) -> None:
-        """Sets up shared memory, then splits into roles."""
-        schedule = self.schedule
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        index, _, _ = cute.arch.block_idx()
-        unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
-        shared = self.set_up(_Shared, tma, warp_idx)
-        unit = SelectedUnit.of(self.config, a, unit_idx)
-        item = Item.of(a, tables, unit, number)
-        if warp_idx < 4:
-            set_registers(schedule.role("producer").registers, schedule.threads)
-            if item.start < item.stop:
-                if warp_idx == 0:
-                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
-                if warp_idx < self.config.num_mma_warpgroups:
-                    self.transfers.load_picks(a, tables, unit, item, ((tma.Q, shared.sQ),), shared, warp_idx)
-        else:
-            set_registers(schedule.role("mma").registers, schedule.threads)
-            if item.start < item.stop:
-                self.mma(a, unit_idx, item, mmas, tma.O, shared, mLSE, scales)
+    def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
+        """See ``ItemKernel``."""
+        return ((tma.Q, shared.sQ),)
 
     @cute.jit
-    def mma(
-        self,
-        a: SelectionArguments,
-        unit_idx: Int32,
-        item: cutlass.Constexpr,
-        mmas: ForwardMmas,
-        tO: RowTiles,
-        shared: _Shared,
-        mLSE: cute.Tensor,
-        scales: ScoreScales,
-    ) -> None:
+    def mma(self, work: ItemWork) -> None:
         """An mma warpgroup: every so many tiles of the item, from S to partial results."""
-        work = self._work(a, unit_idx, item, mmas, tO, shared, mLSE, scales)
-        shared.k_ring.wait_full(Int32(0))  # from warp 0
+        work = self._work(work)
+        work.shared.k_ring.wait_full(Int32(0))  # from warp 0
         if const_expr(self.config.features.max_logits):
             work.max_logits.fill(-Float32.inf)
         self.mainloop(work)
@@ -155,46 +124,17 @@ class SelectionSm90(ItemKernel):
                     head = first_head + rows_and_columns(work.cS)[r, 0][0] % group
                     raise_max_logit(a.mMaxLogits, head, logit)
 
-    def _work(
-        self,
-        a: SelectionArguments,
-        unit_idx: Int32,
-        item: Item,
-        mmas: ForwardMmas,
-        tO: RowTiles,
-        shared: _Shared,
-        mLSE: cute.Tensor,
-        scales: ScoreScales,
-    ) -> "_Work":
-        """Operands and accumulators of this mma warpgroup."""
-        c = self.config
-        thread = cute.arch.thread_idx()[0] % 128
-        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slice_S, slice_O = mmas.S.get_slice(thread), mmas.O.get_slice(thread)
-        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        whole_S, whole_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
-        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((TILE_ROWS, c.tile_n)), Float32)
-        acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((TILE_ROWS, c.tile_dv)), Float32)
+    def _work(self, work: ItemWork) -> "_Work":
+        """Adds operands and accumulators of O, and what rows keep."""
+        c, mma_O = self.config, work.mmas.O
         return _Work(
-            arguments=a,
-            unit_idx=unit_idx,
-            item=item,
-            warpgroup=w,
-            thread=thread,
-            mmas=mmas,
-            tSrQ=mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, None, w])),
-            tSrK=mmas.S.make_fragment_B(whole_S.partition_B(shared.sK)),
-            tOrV=mmas.O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
-            acc_S=acc_S,
-            acc_O=acc_O,
-            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
-            cS=slice_S.partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
-            softmax=OnlineSoftmax(2, scales.log2, is_natural=False),
+            **vars(work),
+            tOrV=mma_O.make_fragment_B(mma_O.get_slice(0).partition_B(transposed(work.shared.sV))),
+            acc_O=cute.make_rmem_tensor(
+                mma_O.get_slice(work.thread).partition_shape_C((TILE_ROWS, c.tile_dv)), Float32
+            ),
+            softmax=OnlineSoftmax(2, work.scales.log2, is_natural=False),
             max_logits=cute.make_rmem_tensor(2, Float32) if c.features.max_logits else None,
-            scales=scales,
-            shared=shared,
-            tO=tO,
-            mLSE=mLSE,
         )
 
     @cute.jit
@@ -229,7 +169,7 @@ class SelectionSm90(ItemKernel):
         shared.v_ring.wait_full(Int32(0))  # from warp 0
         gemm(work.mmas.O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
         warpgroup.wait_group(0)
-        lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.mLSE, work.unit_idx
+        lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.parts.mLSE, work.unit_idx
         work.softmax.finish(acc_O, lse, None)
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0 and rows[r] // c.group < num_picks:
@@ -239,7 +179,7 @@ class SelectionSm90(ItemKernel):
     @cute.jit
     def _store(self, work: "_Work", entries: cutlass.Constexpr, num_picks: Int32) -> None:
         """Stores the partial out of a tile's picks, ``entries_of_lanes``, through shared memory and TMA."""
-        tO, sO = work.tO, work.shared.sO[None, None, work.warpgroup]
+        tO, sO = work.tma.O, work.shared.sO[None, None, work.warpgroup]
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
@@ -256,25 +196,10 @@ class SelectionSm90(ItemKernel):
 
 
 @dataclass(frozen=True)
-class _Work:
-    """An mma warpgroup's operands, accumulators and state, and where results go."""
+class _Work(ItemWork):
+    """An mma warpgroup's operands, accumulators and state."""
 
-    arguments: SelectionArguments
-    unit_idx: Int32  # of the launch
-    item: Item
-    warpgroup: Int32
-    thread: Int32  # of the warpgroup
-    mmas: ForwardMmas
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tSrK: cute.Tensor  # (MMA, 1, MMA_K)
     tOrV: cute.Tensor  # (MMA, 1, MMA_K)
-    acc_S: cute.Tensor
     acc_O: cute.Tensor
-    rP: cute.Tensor  # acc_S rounded, laid out alike
-    cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     max_logits: cute.Tensor | None  # of the heads of this thread's rows, over the item
-    scales: ScoreScales
-    shared: _Shared
-    tO: RowTiles
-    mLSE: cute.Tensor  # (unit, pick, head of the group), in base 2

@@ -1,28 +1,62 @@
 """Main kernels of selections: their host side, and how a CTA and its mma warpgroups go about an item."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernels
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernels, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
-from flash_attn_cute.kernels.selection import LANES
+from flash_attn_cute.kernels.selection import LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, SelectionTransfers, box_of_heads, tiles_of
+from flash_attn_cute.kernels.sm90.selection_transfers import (
+    COLUMNS,
+    BlockShared,
+    Item,
+    SelectionTransfers,
+    box_of_heads,
+    tiles_of,
+)
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 
-class ItemKernel(MainKernel):
-    """A kernel of one configuration, a CTA an item. Subclasses have products, the device side and ``tile``."""
+@dataclass(frozen=True)
+class ItemWork:
+    """An mma warpgroup's item, and its operands and accumulator of S. Subclasses add those of other products."""
 
-    def __init__(self, config: SelectedConfig):
+    arguments: Any
+    unit_idx: Int32  # of the launch
+    number: Int32  # of the item, in its set
+    item: Item
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup
+    mmas: Any
+    tma: Any
+    parts: Any  # of the workspace
+    scales: ScoreScales
+    shared: Any
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K)
+    acc_S: cute.Tensor
+    rP: cute.Tensor  # acc_S rounded, laid out alike
+    cS: cute.Tensor  # coordinates of acc_S
+
+
+class ItemKernel(MainKernel):
+    """A kernel of one configuration, a CTA an item. Subclasses have products, loads of picks, ``mma`` and ``tile``."""
+
+    def __init__(self, config: SelectedConfig, shared: type[BlockShared]):
         super().__init__(config, selection_schedule(config), swizzled)
+        self.kind_of_shared = shared
         self.transfers = SelectionTransfers(config)
         self.tables = SelectionTableKernels(config)
 
@@ -91,9 +125,39 @@ class ItemKernel(MainKernel):
                     gX = tX.at(Int32(0), group, pick, unit_idx, column + j)
                     tX.store(cute.local_tile(sX, (group, COLUMNS), (i * LANES + p, j)), gX)
 
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: Any,
+        tma: Any,
+        a: Any,
+        tables: SelectionTables,
+        parts: Any,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared memory, then splits into roles."""
+        schedule = self.schedule
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index, _, _ = cute.arch.block_idx()
+        unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
+        shared = self._set_up(tma, warp_idx)
+        unit = SelectedUnit.of(self.config, a, unit_idx)
+        item = Item.of(a, tables, unit, number)
+        if warp_idx < 4:
+            set_registers(schedule.role("producer").registers, schedule.threads)
+            if item.start < item.stop:
+                if warp_idx == 0:
+                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
+                if warp_idx < self.config.num_mma_warpgroups:
+                    self.transfers.load_picks(a, tables, unit, item, self.loads(tma, shared), shared, warp_idx)
+        else:
+            set_registers(schedule.role("mma").registers, schedule.threads)
+            if item.start < item.stop:
+                self.mma(self._item_work(a, unit_idx, number, item, mmas, tma, parts, scales, shared))
+
     @cute.jit
-    def set_up(self, kind: cutlass.Constexpr, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:
-        """Initialises a CTA's barriers, and returns its shared memory as a ``BlockShared`` of some kind."""
+    def _set_up(self, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:
+        """Initialises a CTA's barriers, and returns its shared memory."""
         memory = self.memory
         if warp_idx == 0:
             prefetch_descriptors(tma)
@@ -105,7 +169,44 @@ class ItemKernel(MainKernel):
         pipeline.pipeline_init_wait()
         buffers = memory.tensors(storage, *(buffer.name for buffer in self.schedule.shared))
         rings = {f"{name}_ring": memory.ring(storage, name) for name in ("k", "v")}
-        return kind(**buffers, **rings, first_q_ring=memory.ring(storage, "q0"))
+        return self.kind_of_shared(**buffers, **rings, first_q_ring=memory.ring(storage, "q0"))
+
+    def _item_work(
+        self,
+        a: Any,
+        unit_idx: Int32,
+        number: Int32,
+        item: Item,
+        mmas: Any,
+        tma: Any,
+        parts: Any,
+        scales: ScoreScales,
+        shared: Any,
+    ) -> ItemWork:
+        """Makes this mma warpgroup's ``ItemWork``."""
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        own, whole = mmas.S.get_slice(thread), mmas.S.get_slice(0)  # operands are described by the first thread's
+        shape = TILE_ROWS, self.config.tile_n
+        acc_S = cute.make_rmem_tensor(own.partition_shape_C(shape), Float32)
+        return ItemWork(
+            arguments=a,
+            unit_idx=unit_idx,
+            number=number,
+            item=item,
+            warpgroup=w,
+            thread=thread,
+            mmas=mmas,
+            tma=tma,
+            parts=parts,
+            scales=scales,
+            shared=shared,
+            tSrQ=mmas.S.make_fragment_A(whole.partition_A(shared.sQ[None, None, None, w])),
+            tSrK=mmas.S.make_fragment_B(whole.partition_B(shared.sK)),
+            acc_S=acc_S,
+            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            cS=own.partition_C(cute.make_identity_tensor(shape)),
+        )
 
     @cute.jit
     def mainloop(self, work: cutlass.Constexpr) -> None:
@@ -118,4 +219,12 @@ class ItemKernel(MainKernel):
 
     def tile(self, work: Any, num_picks: Int32, step: Int32) -> None:
         """A tile of so many picks, of an mma warpgroup's ``work``; of none if not positive."""
+        raise NotImplementedError
+
+    def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
+        """TMA tiles of what picks need, and the buffers that they go to."""
+        raise NotImplementedError
+
+    def mma(self, work: ItemWork) -> None:
+        """An mma warpgroup: its tiles of the item, and what it stores behind them."""
         raise NotImplementedError

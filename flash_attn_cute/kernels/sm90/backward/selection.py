@@ -28,20 +28,18 @@ from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
-from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, pack, set_registers
+from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, pack
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
 from flash_attn_cute.kernels.common.selection_preprocess import SelectionPreprocess
-from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, backward_workspace_parts
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_columns, store_row, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import cap
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
-from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, mask_hidden, visible_keys
+from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel, ItemWork
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, mask_hidden, visible_keys
 from flash_attn_cute.kernels.sm90.shared import one_of, transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
@@ -57,6 +55,17 @@ class _Tma(NamedTuple):
     V: RowTiles
     dO: RowTiles
     dQ: RowTiles | None  # scaled
+
+
+class _Parts(NamedTuple):
+    """Parts of the workspace that the kernel reads and writes."""
+
+    mLSE: cute.Tensor  # (unit, row, head of the group), in base 2
+    mDelta: cute.Tensor
+    mdQ: cute.Tensor  # (unit, pick, head of the group and column)
+    mScale: cute.Tensor | None  # (unit, pick, 64 columns and head of the group): inverse scales of dQ
+    mdK: cute.Tensor  # (unit, warpgroup of an item, key and column)
+    mdV: cute.Tensor
 
 
 class _Mmas(NamedTuple):
@@ -90,7 +99,7 @@ class SelectionBackwardSm90(ItemKernel):
     """The backward kernels of a selection, of one configuration."""
 
     def __init__(self, config: SelectionBackwardConfig):
-        super().__init__(config)
+        super().__init__(config, _Shared)
         self.preprocess = SelectionPreprocess(config)
         self.query_gradients = SelectionQueryGradients(config)
         self.key_gradients = SelectionKeyGradients(config)
@@ -112,8 +121,8 @@ class SelectionBackwardSm90(ItemKernel):
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         tables = self.tables(a, stream)
         self.preprocess(a, parts, stream)
-        results = [parts.get(name) for name in ("mLSE", "mDelta", "mdQ", "mScale", "mdK", "mdV")]
-        kernel = self.kernel(self.mmas(), tma, a, tables, *results, scales)
+        own = _Parts(*(parts.get(name) for name in _Parts._fields))
+        kernel = self.kernel(self.mmas(), tma, a, tables, own, scales)
         self.launch(kernel, n.num_items * n.num_units, stream)
         self.query_gradients(a, tables, parts, stream)
         self.key_gradients(a, tables, parts, stream)
@@ -129,65 +138,20 @@ class SelectionBackwardSm90(ItemKernel):
             dQ=tiled_mma(self.dtype, k_major, mn_major, COLUMNS, registers),
         )
 
-    @cute.kernel
-    def kernel(
-        self,
-        mmas: _Mmas,
-        tma: _Tma,
-        a: SelectionBackwardArguments,
-        tables: SelectionTables,
-        mLSE: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mScale: cute.Tensor | None,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        scales: ScoreScales,
-    ) -> None:
-        """Sets up shared memory, then splits into roles."""
-        schedule = self.schedule
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        index, _, _ = cute.arch.block_idx()
-        unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
-        shared = self.set_up(_Shared, tma, warp_idx)
-        unit = SelectedUnit.of(self.config, a, unit_idx)
-        item = Item.of(a, tables, unit, number)
-        if warp_idx < 4:
-            set_registers(schedule.role("producer").registers, schedule.threads)
-            if item.start < item.stop:
-                if warp_idx == 0:
-                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
-                if warp_idx < self.config.num_mma_warpgroups:
-                    loads = ((tma.Q, shared.sQ), (tma.dO, shared.sdO))
-                    self.transfers.load_picks(a, tables, unit, item, loads, shared, warp_idx)
-        else:
-            set_registers(schedule.role("mma").registers, schedule.threads)
-            if item.start < item.stop:
-                stats, results = (mLSE, mDelta), (mdQ, mScale, tma.dQ, mdK, mdV)
-                self.mma(a, unit_idx, number, item, mmas, shared, stats, results, scales)
+    def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
+        """See ``ItemKernel``."""
+        return (tma.Q, shared.sQ), (tma.dO, shared.sdO)
 
     @cute.jit
-    def mma(
-        self,
-        a: SelectionBackwardArguments,
-        unit_idx: Int32,
-        number: Int32,
-        item: cutlass.Constexpr,
-        mmas: _Mmas,
-        shared: _Shared,
-        stats: cutlass.Constexpr,
-        results: cutlass.Constexpr,
-        scales: ScoreScales,
-    ) -> None:
+    def mma(self, work: ItemWork) -> None:
         """An mma warpgroup: every other tile of the item, then its sums of dV and dK."""
-        c = self.config
-        work = self._work(a, unit_idx, item, mmas, shared, stats, results[:3], scales)
-        shared.k_ring.wait_full(Int32(0))  # from warp 0
-        shared.v_ring.wait_full(Int32(0))
+        work = self._work(work)
+        c, number, mdK, mdV = self.config, work.number, work.parts.mdK, work.parts.mdV
+        work.shared.k_ring.wait_full(Int32(0))  # from warp 0
+        work.shared.v_ring.wait_full(Int32(0))
         for each in work.sums:
             each.acc.fill(0.0)
         self.mainloop(work)
-        mdK, mdV = results[3:]
         if const_expr(c.in_step):
             if work.warpgroup == 0:
                 self._store_sum(work, work.sums[0].acc, mdV, number)
@@ -207,62 +171,27 @@ class SelectionBackwardSm90(ItemKernel):
         gX = cute.make_tensor(part_of, cute.make_layout((rows, columns), stride=(columns, 1)))
         store_rows(acc, gX, Int32(0), Int32(rows), work.thread)
 
-    def _work(
-        self,
-        a: SelectionBackwardArguments,
-        unit_idx: Int32,
-        item: Item,
-        mmas: _Mmas,
-        shared: _Shared,
-        stats: tuple[cute.Tensor, cute.Tensor],
-        places_dQ: cutlass.Constexpr,
-        scales: ScoreScales,
-    ) -> "_Work":
-        """Operands and accumulators of this mma warpgroup."""
-        c = self.config
-        thread = cute.arch.thread_idx()[0] % 128
-        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slice_S, slice_dQ = mmas.S.get_slice(thread), mmas.dQ.get_slice(thread)
-        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        S, dQ = mmas.S.get_slice(0), mmas.dQ.get_slice(0)
-        sQ, sdO = (x[None, None, None, w] for x in (shared.sQ, shared.sdO))
-        sP, sdS = (x[None, None, w] for x in (shared.sP, shared.sdS))
-
-        shape_S = slice_S.partition_shape_C((TILE_ROWS, c.tile_n))
-        acc_S, acc_dP = (cute.make_rmem_tensor(shape_S, Float32) for _ in range(2))
+    def _work(self, work: ItemWork) -> "_Work":
+        """Adds operands and accumulators of dP, dV, dK and dQ."""
+        c, mmas, shared, w = self.config, work.mmas, work.shared, work.warpgroup
+        S, dQ = mmas.S.get_slice(0), mmas.dQ.get_slice(0)  # operands are described by the first thread's
+        shape_dQ = mmas.dQ.get_slice(work.thread).partition_shape_C((TILE_ROWS, COLUMNS))
         return _Work(
-            arguments=a,
-            unit_idx=unit_idx,
-            item=item,
-            warpgroup=w,
-            thread=thread,
-            mmas=mmas,
-            tSrQ=mmas.S.make_fragment_A(S.partition_A(sQ)),
-            tSrK=mmas.S.make_fragment_B(S.partition_B(shared.sK)),
-            tPrdO=mmas.S.make_fragment_A(S.partition_A(sdO)),
+            **vars(work),
+            tPrdO=mmas.S.make_fragment_A(S.partition_A(shared.sdO[None, None, None, w])),
             tPrV=mmas.S.make_fragment_B(S.partition_B(shared.sV)),
-            sums=self._sums(mmas, shared, w, thread),
+            sums=self._sums(mmas, shared, w, work.thread),
             tQrK=[
                 mmas.dQ.make_fragment_B(
                     dQ.partition_B(transposed(cute.local_tile(shared.sK, (c.tile_n, COLUMNS), (0, i))))
                 )
                 for i in range(c.tile_d // COLUMNS)
             ],
-            sP=sP,
-            sdS=sdS,
-            acc_S=acc_S,
-            acc_dP=acc_dP,
-            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((TILE_ROWS, COLUMNS)), Float32),
-            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
-            rdS=cute.make_rmem_tensor_like(acc_S, self.dtype),
-            cS=slice_S.partition_C(cute.make_identity_tensor((TILE_ROWS, c.tile_n))),
-            scales=scales,
-            shared=shared,
-            mLSE=stats[0],
-            mDelta=stats[1],
-            mdQ=places_dQ[0],
-            mScale=places_dQ[1],
-            tdQ=places_dQ[2],
+            sP=shared.sP[None, None, w],
+            sdS=shared.sdS[None, None, w],
+            acc_dP=cute.make_rmem_tensor_like(work.acc_S),
+            acc_dQ=cute.make_rmem_tensor(shape_dQ, Float32),
+            rdS=cute.make_rmem_tensor_like(work.rP),
         )
 
     def _sums(self, mmas: _Mmas, shared: _Shared, w: Int32, thread: Int32) -> list[_Sum]:
@@ -302,7 +231,7 @@ class SelectionBackwardSm90(ItemKernel):
         lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for r in cutlass.range_constexpr(2):
             place = work.unit_idx, picks[r] // n.top, rows[r] % c.group
-            lse[r], delta[r] = work.mLSE[place], work.mDelta[place]
+            lse[r], delta[r] = work.parts.mLSE[place], work.parts.mDelta[place]
             for i in cutlass.range_constexpr(0 if c.key_bits else 1, 2):  # no bits, or an interval that ends at 0
                 visible[i, r] = visible[i, r] if rows[r] // c.group < num_picks else Int32(0)
         warpgroup.wait_group(1)
@@ -336,7 +265,7 @@ class SelectionBackwardSm90(ItemKernel):
             else:
                 for r in cutlass.range_constexpr(2):
                     if rows[r] // c.group < num_picks:
-                        heads = work.mdQ[work.unit_idx, Int64(picks[r]), None]
+                        heads = work.parts.mdQ[work.unit_idx, Int64(picks[r]), None]
                         gX = cute.local_tile(heads, (c.tile_d,), (rows[r] % c.group,))
                         store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
 
@@ -365,7 +294,7 @@ class SelectionBackwardSm90(ItemKernel):
             cute.arch.barrier(**self._own(work))
             if self._stores():
                 for j in cutlass.range_constexpr(i // 2 * 2, i + 1):
-                    self.store_picks(work.tdQ, places[j % 2], j, work.unit_idx, entries, num_picks)
+                    self.store_picks(work.tma.dQ, places[j % 2], j, work.unit_idx, entries, num_picks)
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -390,7 +319,7 @@ class SelectionBackwardSm90(ItemKernel):
             number = rows[r] // c.group
             pick = self.entry_of(entries, number)
             if number < num_picks and work.thread % 4 == 0:
-                work.mScale[work.unit_idx, Int64(pick), i * c.group + rows[r] % c.group] = inverse
+                work.parts.mScale[work.unit_idx, Int64(pick), i * c.group + rows[r] % c.group] = inverse
         packed = cute.recast_tensor(rdQ, Int32)
         for j in cutlass.range_constexpr(cute.size(packed)):
             low, high = (work.acc_dQ[2 * j + half] * scale[j % 2] for half in range(2))
@@ -445,33 +374,15 @@ def _scale_of(largest: Float32) -> tuple[Float32, Float32]:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """An mma warpgroup's operands, accumulators and state, and where results go."""
+class _Work(ItemWork):
+    """An mma warpgroup's operands, accumulators and state."""
 
-    arguments: SelectionBackwardArguments
-    unit_idx: Int32  # of the launch
-    item: Item
-    warpgroup: Int32
-    thread: Int32  # of the warpgroup
-    mmas: _Mmas
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tSrK: cute.Tensor
     tPrdO: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor
     sums: list[_Sum]
     tQrK: list[cute.Tensor]  # by columns of dQ
     sP: cute.Tensor  # (row, key)
     sdS: cute.Tensor
-    acc_S: cute.Tensor
     acc_dP: cute.Tensor
     acc_dQ: cute.Tensor
-    rP: cute.Tensor  # acc_S rounded, laid out alike
-    rdS: cute.Tensor
-    cS: cute.Tensor  # coordinates of acc_S
-    scales: ScoreScales
-    shared: _Shared
-    mLSE: cute.Tensor  # (unit, row, head of the group), in base 2
-    mDelta: cute.Tensor
-    mdQ: cute.Tensor  # (unit, pick, head of the group and column)
-    mScale: cute.Tensor | None  # (unit, pick, 64 columns and head of the group): inverse scales of dQ
-    tdQ: RowTiles | None  # of a scaled dQ, (head of the group, column, pick, unit)
+    rdS: cute.Tensor  # laid out like acc_S
