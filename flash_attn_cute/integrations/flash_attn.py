@@ -33,13 +33,17 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import call, check_tensors
 
 Window: TypeAlias = tuple[int | None, int | None]
 # ``out``, or ``(out, softmax_lse, None)`` with return_attn_probs=True.
 Result: TypeAlias = Any
 
 _UNBOUNDED = (-1, -1)
+# Names of arguments that hold several others.
+_KV = {"k": "kv", "v": "kv"}
+QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_PACKED_QKV = QKV | {f"{x}_{side}": x for x in ("cu_seqlens", "max_seqlen") for side in "qk"}
 _WHY_NOT = {
     "block_table": "paged keys and values are not supported",
     "qv": "a second query is not supported",
@@ -130,7 +134,7 @@ def flash_attn_kvpacked_func(
     _check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, d)", 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return call(flash_attn_func, _KV, q, k, v, *options)
 
 
 def flash_attn_qkvpacked_func(
@@ -155,7 +159,7 @@ def flash_attn_qkvpacked_func(
     _check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, d)", 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return call(flash_attn_func, QKV, q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -285,7 +289,8 @@ def flash_attn_varlen_kvpacked_func(
     _check_packed("kv", kv, "(total_k, 2, nheads_k, d)", 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return call(flash_attn_varlen_func, _KV, q, k, v, *lengths, *options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -314,7 +319,8 @@ def flash_attn_varlen_qkvpacked_func(
     _check_packed("qkv", qkv, "(total, 3, nheads, d)", 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return call(flash_attn_varlen_func, _PACKED_QKV, q, k, v, *lengths, *options)
 
 
 def _refuse(dropout_p: object, attention_chunk: int, sm_margin: int, **absent: Tensor | None) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors, flash_attn
-from flash_attn_cute.integrations.flash_attn import Result, Window
+from flash_attn_cute.integrations import call, check_tensors, flash_attn
+from flash_attn_cute.integrations.flash_attn import QKV, Result, Window
 
 _UNBOUNDED = (-1, -1)
 _OTHER_ORDER = (
@@ -108,14 +108,16 @@ def flash_attn_qkvpacked_func(
     heads_k = 0 if num_heads_q is None or qkv.ndim != 4 else (qkv.shape[2] - num_heads_q) // 2
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif num_heads_q is not None and heads_k > 0 and num_heads_q + 2 * heads_k == qkv.shape[2]:
+    elif num_heads_q and heads_k > 0 and num_heads_q + 2 * heads_k == qkv.shape[2] and num_heads_q % heads_k == 0:
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
     else:
         raise ValueError(
             "qkv: expected shape (batch, seqlen, 3, nheads, d), or (batch, seqlen, num_heads_q + 2 * nheads_k, d), "
-            f"got shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}"
+            f"got shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}, which nheads_k divides"
         )
-    return flash_attn_func(
+    return call(
+        flash_attn_func,
+        QKV,
         q,
         k,
         v,

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import call, check_tensors
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "mask": "attn_mask", "bias": "attn_mask"}
 
 
 def scaled_dot_product_attention(
@@ -48,8 +50,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, strides, device or value. Messages call query, key, value and
-            attn_mask q, k, v and mask or bias, with heads behind rows.
+        ValueError: an argument of the wrong shape, strides, device or value. Shapes in messages have heads behind
+            rows.
     """
     if dropout_p:
         raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
@@ -94,7 +96,9 @@ def scaled_dot_product_attention(
         same = all(size == 1 for size in attn_mask.shape[:-3])
         attn_mask = attn_mask.reshape(attn_mask.shape[-3:]) if same else _mask_of_one_batch(attn_mask, batch)
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
-    out: Tensor = api.flash_attn_func(
+    out: Tensor = call(
+        api.flash_attn_func,
+        _NAMES,
         q,
         k,
         v,

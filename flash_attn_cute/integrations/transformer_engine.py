@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import call, check_tensors
 
 # Of Transformer Engine's names for a mask: is it causal, and if so, aligned to the bottom right. In thd the lengths
 # always count, so that a name says the same with "padding" and without.
@@ -73,7 +73,7 @@ def thd_attention(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, strides, device or value, another attn_mask_type, or, within
             ``distributed.context_parallel``, lengths of keys that differ from those of queries under a mask aligned to
-            the top left. Messages about tensors name the arguments of ``flash_attn_cute.flash_attn_varlen_func``.
+            the top left.
     """
     name = attn_mask_type.replace(",", "_") if isinstance(attn_mask_type, str) else None
     if name not in _MASKS:
@@ -113,7 +113,13 @@ def thd_attention(
         query_layer, key_layer, value_layer = (x.flip(0) for x in (query_layer, key_layer, value_layer))
         queries, keys = queries.reversed(query_layer.shape[0]), keys.reversed(key_layer.shape[0])
         causal, left, right = False, 0, left
-    out = api.flash_attn_varlen_func(
+    names = {"q": "query_layer", "k": "key_layer", "v": "value_layer", "max_seqlen_k": "max_seqlen_kv"}
+    names |= {"seqused_q": "cu_seqlens_q", "seqused_k": "cu_seqlens_kv"}
+    names["cu_seqlens_q"] = "cu_seqlens_q" if cu_seqlens_q_padded is None else "cu_seqlens_q_padded"
+    names["cu_seqlens_k"] = "cu_seqlens_kv" if cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
+    out: Tensor = call(
+        api.flash_attn_varlen_func,
+        names,
         query_layer,
         key_layer,
         value_layer,

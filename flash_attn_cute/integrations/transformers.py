@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import call, check_tensors
 from flash_attn_cute.integrations._transformers_masks import Pattern, Rows, mask_in_memory, rows_of_mask
 
 NAME = "flash_attn_cute"
 # What the implementation is called in models that look at masks, which get them in memory. Without "flash" in it, a
 # name for which models take ways that they do not support.
 MASKED_NAME = "attn_cute_with_masks"
+
+# Names here of the arguments of attention.
+_NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scaling", "learnable_sink": "s_aux"}
+_NAMES |= {"cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "mask": "attention_mask"}
+_NAMES |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k", "bias": "attention_mask"}
 
 # Keyword arguments that models hand on to their layers, and why attention does not depend on them.
 NOT_USED = {
@@ -209,7 +214,8 @@ def attend(
         where |= {"cu_seqlens_q": offsets[0].to(torch.int32), "cu_seqlens_k": offsets[1].to(torch.int32)}
         where |= {"max_seqlen_q": offsets[2], "max_seqlen_k": offsets[3]}
         given: dict[str, Any] = {**where, **options, **band}
-        out = api.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **given)
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        out = call(api.flash_attn_varlen_func, _NAMES, *packed, **given)
         return out.unflatten(0, q.shape[:2]), None
     if rows is None and attention_mask is not None:
         band = {}  # a mask in memory is all that hides keys
@@ -217,7 +223,8 @@ def attend(
     selected = _selected(module, indices, block_indices, q, k)
     if selected is not None:
         mask = selected if mask is None else mask & selected
-    return api.flash_attn_func(q, k, v, mask=mask, bias=bias, **options, **band), None
+    names = _NAMES if position_bias is None else _NAMES | {"bias": "position_bias"}
+    return call(api.flash_attn_func, names, q, k, v, mask=mask, bias=bias, **options, **band), None
 
 
 def _refuse(dropout: float, cache: object, output_attentions: bool | None, **others: object) -> None:

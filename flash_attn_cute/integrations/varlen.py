@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import call, check_tensors
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+_NAMES |= {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
 
 
 class AuxRequest(Protocol):
@@ -63,8 +66,7 @@ def varlen_attn(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, strides, device or value, or one that is not supported. Messages
-            name the arguments of ``flash_attn_cute.flash_attn_varlen_func``.
+        ValueError: an argument of the wrong shape, strides, device or value, or one that is not supported.
     """
     if block_table is not None:
         raise ValueError(
@@ -80,7 +82,9 @@ def varlen_attn(
         raise ValueError(
             f"key: expected the {query.shape[-2]} heads of query (fewer need enable_gqa=True), got {key.shape[-2]}"
         )
-    return api.flash_attn_varlen_func(
+    return call(
+        api.flash_attn_varlen_func,
+        _NAMES,
         query,
         key,
         value,

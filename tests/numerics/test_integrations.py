@@ -397,17 +397,17 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
     (
         lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu[None], 6, alibi_slopes=a.slopes),
         ValueError,
-        "cu_seqlens_q: expected shape (batch + 1,), got shape (1, 3)",
+        "cu_seqlens: expected shape (batch + 1,), got shape (1, 3)",
     ),
     (
         lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu.to("meta"), 6, alibi_slopes=a.slopes),
         ValueError,
-        "cu_seqlens_q: expected the device of q, cpu, got meta",
+        "cu_seqlens: expected the device of qkv, cpu, got meta",
     ),
     (
         lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu, None, alibi_slopes=a.slopes),
         TypeError,
-        "max_seqlen_q: expected an int or a 0-d tensor, got None",
+        "max_seqlen: expected an int or a 0-d tensor, got None",
     ),
     (
         lambda a: fa.flash_attn_varlen_func(
@@ -483,6 +483,47 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, attn_mask_type=None),
         ValueError,
         "attn_mask_type: expected one of no_mask, padding, causal, padding_causal, causal_padding, causal_bottom_right",
+    ),
+    # What attention itself refuses has the names of the user's call.
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k.half(), a.v),
+        TypeError,
+        "key: expected the dtype of query, torch.float32, got torch.float16",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, torch.zeros(5, 4)),
+        ValueError,
+        "attn_mask: expected a shape that broadcasts to (batch, nheads, seqlen_q, seqlen_k)",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(*a.packed.unbind(1), a.cu, a.cu.long(), 6, 6),
+        TypeError,
+        "cu_seq_k: expected int32, got torch.int64",
+    ),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, a.cu.long(), a.cu),
+        TypeError,
+        "cu_seqlens_q_padded: expected int32, got torch.int64",
+    ),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, max_seqlen_q=6, max_seqlen_kv=3),
+        ValueError,
+        "max_seqlen_kv: expected an upper bound on the sequence lengths, got 3 with a sequence of 6",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu.long(), 6),
+        TypeError,
+        "cu_seqlens: expected int32, got torch.int64",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu, 3),
+        ValueError,
+        "max_seqlen: expected an upper bound on the sequence lengths, got 3 with a sequence of 6",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_kvpacked_func(a.packed[:, 0], a.packed[:, 1:].half(), a.cu, a.cu, 6, 6),
+        TypeError,
+        "kv: expected the dtype of q, torch.float32, got torch.float16",
     ),
     (
         lambda a: bert_padding.unpad_input(a.q, a.mask),

@@ -418,6 +418,13 @@ def test_unknown_arguments_that_are_none() -> None:
     assert torch.equal(out, plain)
 
 
+def test_errors_of_attention_name_the_arguments_of_layers() -> None:
+    with pytest.raises(ValueError, match=r"^s_aux: expected shape \(nheads,\)"):
+        call(s_aux=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"^attention_mask: expected a shape that broadcasts"):
+        call(attention_mask=torch.ones(2, 1, 5, 6, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_masks_of_integers_are_refused(dtype: torch.dtype) -> None:
     """They could be either kind: 1 = may attend, or 0 is added."""
