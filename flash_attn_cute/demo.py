@@ -216,8 +216,8 @@ def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: s
 
 @torch.no_grad()
 def evaluate(model: Transformer, documents: Sequence[bytes], rows: int) -> float:
-    """The mean loss over documents, in nats per byte."""
-    batches = list(pack(cut(documents, min(MAX_LENGTH, rows)), rows))
+    """The mean loss over documents, in nats per byte, of pieces as long as those of steps of so many rows."""
+    batches = list(pack(cut(documents, min(MAX_LENGTH, rows)), max(rows, 2 * MAX_LENGTH)))
     return sum(model(batch).item() * batch.tokens for batch in batches) / sum(batch.tokens for batch in batches)
 
 

@@ -105,6 +105,20 @@ def test_training_learns() -> None:
     assert tokens_per_second > 0
 
 
+def test_short_steps_are_evaluated_in_few_batches() -> None:
+    """Steps of one row evaluated the held-out files byte by byte."""
+    sizes: list[int] = []
+
+    class Counted(demo.Transformer):
+        def forward(self, batch: demo.Batch) -> Tensor:
+            sizes.append(batch.tokens)
+            assert batch.max_seqlen == 1
+            return torch.zeros(())
+
+    demo.evaluate(Counted(), [b"x" * 2049], 1)
+    assert sizes == [1024, 1024]
+
+
 class Recorded(demo.Transformer):
     """A model that keeps its losses."""
 
