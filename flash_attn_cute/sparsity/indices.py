@@ -51,6 +51,7 @@ class Indices(PerHead):
     ) -> Indices:
         """Checks the arguments of ``BlockMask.from_indices`` and makes a node of them."""
         mask_arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
+        mask_arguments.check_heads("indices", indices)
         if any(size != HALF and size % TILE for size in block):
             raise ValueError(f"block: expected 64 or multiples of 128, got {block}")
         block_q, block_k = block

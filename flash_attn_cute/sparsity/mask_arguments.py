@@ -20,7 +20,15 @@ def check_flags(name: str, x: Any, last: str) -> Tensor:
     check_layout(name, x)
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: expected shape ([[batch,] heads,] {last}), got shape {tuple(x.shape)}")
-    return x[(None,) * (4 - x.ndim)]
+    x = x[(None,) * (4 - x.ndim)]
+    check_heads(name, x)
+    return x
+
+
+def check_heads(name: str, x: Tensor) -> None:
+    """Refuses a tensor of no heads, which are its second dimension."""
+    if x.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least one head, got shape {tuple(x.shape)}")
 
 
 def check_lengths(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:

@@ -40,6 +40,7 @@ class Selection(PerHead):
             raise ValueError(f"block: expected fewer than 2^31 keys, got {block}")
         if indices.ndim == 3:
             indices = indices.transpose(0, 1)[None]
+        mask_arguments.check_heads("indices", indices)
         _, seqlen_k = mask_arguments.check_lengths(indices.shape[2], seqlen_k)
         node = cls(indices, block, seqlen_k)
         if not torch.compiler.is_compiling() and settings.check_data() and (indices >= node.num_blocks).any():

@@ -91,6 +91,22 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
             ValueError,
             "visible: expected shape ([[batch,] heads,] blocks_q, blocks_k)",
         ),
+        (
+            lambda: BlockMask.from_blocks(MAP.expand(0, 2, 3)),
+            ValueError,
+            "visible: expected at least one head, got shape",
+        ),
+        (lambda: BlockMask.from_dense(MAP.expand(0, 2, 3)), ValueError, "mask: expected at least one head, got shape"),
+        (
+            lambda: BlockMask.from_indices(MAP.int().expand(1, 0, 2, 3), seqlen_k=384),
+            ValueError,
+            "indices: expected at least one head, got shape",
+        ),
+        (
+            lambda: BlockMask.from_selection(MAP.int()[:, None, :][:, :0], block=64, seqlen_k=384),
+            ValueError,
+            "indices: expected at least one head, got shape",
+        ),
         (lambda: BlockMask.from_blocks(MAP, (1, 2, 3)), TypeError, "block: expected an int or a pair of them"),  # type: ignore[arg-type]
         (lambda: BlockMask.from_blocks(MAP, 0), ValueError, "block: expected at least 1, got 0"),
         (lambda: BlockMask.from_blocks(MAP, seqlen_k=-1), ValueError, "seqlen_k: expected 0 to 2147483647, got -1"),
