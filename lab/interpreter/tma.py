@@ -64,7 +64,13 @@ class TensorMap(NamedTuple):
         return cls(address, all_sizes, in_bytes, boxes, swizzle)
 
     def elements(self, coordinates: list[int]) -> tuple[Array, Array]:
-        """The addresses of a box's elements, a row for each of its rows, and which of them the tensor has."""
+        """The addresses of a box's elements, a row for each of its rows, and which of them the tensor has.
+
+        Raises:
+            FaultError: the box begins apart from a multiple of 16 bytes, which is an illegal instruction on an H200.
+        """
+        if coordinates[0] % 8:
+            raise FaultError(f"a box from column {coordinates[0]}, which TMA does not take")
         addresses, inside = np.array(self.address), np.array(True)
         for first, size, stride, count in zip(coordinates, self.sizes, self.strides, self.box, strict=True):
             if count == 1 and not 0 <= first < size:

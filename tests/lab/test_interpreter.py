@@ -9,6 +9,7 @@ import torch
 from lab import interpreter
 from lab.interpreter.host import Memory
 from lab.interpreter.state import Array
+from lab.interpreter.tma import TensorMap
 
 HEAD = """.version 9.0
 .target sm_100a
@@ -62,6 +63,17 @@ def test_what_is_written_between_tensors() -> None:
     memory.bytes[memory.tensors[0].stop] = 0
     with pytest.raises(interpreter.FaultError, match="1 bytes are written that belong to no tensor"):
         memory.read()
+
+
+def test_boxes_begin_at_multiples_of_16_bytes() -> None:
+    """TMA takes no other coordinate of the innermost dimension, and any of the others."""
+    tensor = TensorMap(address=0, sizes=(128, 100), strides=(2, 256), box=(64, 8), swizzle=128)
+    addresses, inside = tensor.elements([8, 3])
+    assert addresses[0, 0] == 3 * 256 + 16
+    assert inside.all()
+    for column in (3, 4, -1):
+        with pytest.raises(interpreter.FaultError, match=f"a box from column {column}"):
+            tensor.elements([column, 3])
 
 
 def test_halves_that_a_move_joins() -> None:
