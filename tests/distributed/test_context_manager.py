@@ -178,8 +178,8 @@ def what_is_refused() -> None:
         q = x.transpose(1, 2)
         bias, visible = torch.zeros(rows, rows), torch.ones(rows, rows, dtype=torch.bool)
         refused: list[tuple[str, Callable[[], Any]]] = [
-            ("mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, visible)),
-            ("bias: expected None", lambda: F.scaled_dot_product_attention(q, q, q, bias)),
+            ("attn_mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, visible)),
+            ("attn_mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, bias)),
             ("dropout_p: expected 0", lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)),
             ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=BlockMask.causal(rows, rows))),
             ("precise_gradients: expected False", lambda: flash_attn_func(x, x, x, precise_gradients=True)),

@@ -18,6 +18,7 @@ from flash_attn_cute.distributed.checked_call import METHODS, Shape
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
 OURS, FA4, CUDNN, FLEX = "flash_attn_cute", "flash-attn-4", "cuDNN", "FlexAttention"
+FLA = "flash-linear-attention"
 
 
 def record(name: str) -> dict[str, CaseReport]:
@@ -321,6 +322,17 @@ def test_the_readme() -> None:
         f"with a bias, the forward pass has {added} times: ",
     ):
         assert said in text
+
+
+def test_selected_blocks() -> None:
+    """Milliseconds of a call, "-" where a contender does not run."""
+    recorded = record("selected-cuda-bfloat16")
+    for first, cells in rows("### Selected blocks").items():
+        row = first.replace("groups", "group") + ("" if "128k" in first else ", 32k")
+        for passes, cell in zip(("forward", "backward"), cells, strict=True):
+            times = recorded[f"{passes} {row}"].times
+            milliseconds = [times[who].median * 1e3 if who in times else None for who in (OURS, FLA, FLEX)]
+            assert cell == together("-" if x is None else f"{x:.{x < 100:d}f}" for x in milliseconds)
 
 
 @pytest.mark.parametrize("wrong", ["| 16x128, 16k causal | 1 |", ""])
