@@ -90,7 +90,7 @@ def padded_documents(device: str = "cpu") -> None:
     longer = sharding.with_lengths(seqused_q=LENGTHS, seqused_k=SLOTS)
     wrong, wrong_true = int32([20, 0, 30, 7], device), int32([0, 20, 20, 50, 58], device)
     refused: list[tuple[Sharding, Callable[[Tensor], Tensor], str]] = [
-        (longer, partial(thd, of_k=true.clone()), "seqused_k: expected (another tensor than|those of the sharding)")
+        (longer, partial(thd, of_k=true.clone()), "cu_seqlens_kv: expected (another tensor than|those of the sharding)")
     ]
     if device == "cpu" or settings.check_data():
         refused += [
