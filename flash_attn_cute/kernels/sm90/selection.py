@@ -91,7 +91,7 @@ class SelectionSm90(ItemKernel):
         )
 
     def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
-        """See ``ItemKernel``."""
+        """TMA tiles of Q, and the buffer that they go to."""
         return ((tma.Q, shared.sQ),)
 
     @cute.jit

@@ -139,7 +139,7 @@ class SelectionBackwardSm90(ItemKernel):
         )
 
     def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
-        """See ``ItemKernel``."""
+        """TMA tiles of Q and dO, and the buffers that they go to."""
         return (tma.Q, shared.sQ), (tma.dO, shared.sdO)
 
     @cute.jit
