@@ -149,7 +149,10 @@ class Indices(PerHead):
     def rows(self) -> BlockRows:
         """Makes the rows, each with room for as many entries as it could have."""
         sizes, device = self.sizes, self.indices.device
-        block, quarters = _merged(self._quarter_keys(), 4 * sizes.blocks_k, self._quarters_of_first)
+        keys = self._quarter_keys()
+        if not sizes.blocks_k:  # columns have no place for spare entries
+            keys = keys[..., :0]
+        block, quarters = _merged(keys, 4 * sizes.blocks_k, self._quarters_of_first)
         counts = (block < sizes.blocks_k).sum(-1)
         capacity = block.shape[-1]
         starts = torch.arange(counts.numel(), device=device) * capacity

@@ -86,7 +86,7 @@ def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
         BlockMask.from_dense(torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)),
         BlockMask.from_function(lambda b, h, q, k: q >= k, seqlen_q, seqlen_k),
         BlockMask.from_indices(
-            torch.zeros(1, 2, -(-seqlen_q // TILE), 0, dtype=torch.int64), seqlen_q=seqlen_q, seqlen_k=seqlen_k
+            torch.zeros(1, 2, -(-seqlen_q // TILE), 3, dtype=torch.int64), seqlen_q=seqlen_q, seqlen_k=seqlen_k
         ),
     ):
         tables = tables_of(mask)
