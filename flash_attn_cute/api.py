@@ -1,7 +1,8 @@
 """The public functions: exact attention over dense batches and over packed sequences."""
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from torch import Tensor
@@ -416,3 +417,27 @@ def check_arguments(
     bounds = validate.check_bounds(max_seqlen_q, max_seqlen_k) if is_packed else None
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check(AttentionCall(q, k, v, *lengths, bounds=bounds, options=validate.check_options(**options)))
+
+
+def call(function: Callable[..., Any], names: Mapping[str, str], *args: Any, **options: Any) -> Any:
+    """Calls a function whose errors name arguments as the caller's user does.
+
+    Args:
+        function: what is called.
+        names: the user's name of each argument that has another one there.
+        args: of the function.
+        options: likewise.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        TypeError: the function raises it.
+        ValueError: likewise.
+    """
+    try:
+        return function(*args, **options)
+    except (TypeError, ValueError) as error:
+        words = re.compile(rf"\b({'|'.join(names)})\b")
+        error.args = tuple(words.sub(lambda word: names[word[0]], str(x)) for x in error.args)
+        raise

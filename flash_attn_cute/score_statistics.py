@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from flash_attn_cute.api import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.api import call, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import column_sums as own_kernel
 from flash_attn_cute.calls import validate
 from flash_attn_cute.calls.attend import check
@@ -49,6 +49,10 @@ class Pairs(TypedDict, total=False):
 
 
 _OF_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# The argument that says of keys what each says of queries, or the other way round.
+_OF_OTHER_SIDE = {
+    f"{stem}{a}": f"{stem}{b}" for stem in ("", "cu_seqlens_", "max_seqlen_", "seqused_") for a, b in ("qk", "kq")
+}
 
 
 @torch.no_grad()
@@ -107,8 +111,8 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
             call, one whose inverse is not in the range of q's dtype; else as ``flash_attn_func`` does.
     """
     _refuse_unknown(pairs)
-    call = _call(q, k, pairs)
-    check(call)
+    given = _call(q, k, pairs)
+    check(given)
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
         got = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
         raise TypeError(f"lse: expected a floating-point tensor, got {got}")
@@ -118,7 +122,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     if lse.shape != (*q.shape[:-3], *q.shape[-2:-4:-1]) or lse.device != q.device:
         expected = f"(..., nheads, queries) of q, {tuple(q.shape)} on {q.device}"
         raise ValueError(f"lse: expected {expected}, got {tuple(lse.shape)} on {lse.device}")
-    sums = own_kernel.column_sums(call, lse)
+    sums = own_kernel.column_sums(given, lse)
     rows = lse.transpose(-1, -2)[..., None]
     return _sums_of_turned(q, k, rows, scale, pairs) if sums is None else sums
 
@@ -136,10 +140,11 @@ def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pai
     longer_k[..., d : d + 3] = factor
     longer_k[..., d + 3 :] = 0.0
     left, right = pairs.get("window_size", (None, None))
-    turned: Any = {_of_other_side(name): x for name, x in pairs.items()}
+    turned: Any = {_OF_OTHER_SIDE.get(name, name): x for name, x in pairs.items()}
     turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}
-    _, log_sums = _attention(longer_k, longer_q, longer_q[..., :8], turned)
-    return log_sums.exp()
+    _, log_sums = call(_attention, _OF_OTHER_SIDE, longer_k, longer_q, longer_q[..., :8], turned)
+    sums: Tensor = log_sums.exp()
+    return sums
 
 
 def _inverse_of(scale: float, dtype: torch.dtype) -> float:
@@ -166,8 +171,8 @@ def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
     lengths = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     bounds = validate.check_bounds(pairs["max_seqlen_q"], pairs["max_seqlen_k"]) if "cu_seqlens_q" in pairs else None
     checked = validate.check_options(**options)
-    call = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
-    return call.with_tensors(**lengths)
+    given = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
+    return given.with_tensors(**lengths)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
@@ -185,12 +190,6 @@ def _refuse_unknown(pairs: Pairs) -> None:
     missing = [name for name in _OF_PACKED if name not in pairs]
     if 0 < len(missing) < len(_OF_PACKED):
         raise TypeError(f"{', '.join(missing)}: expected, as {', '.join(_OF_PACKED)} go together, got no such argument")
-
-
-def _of_other_side(name: str) -> str:
-    """The argument that says of keys what this one says of queries, or the other way round; others are their own."""
-    stem, _, side = name.rpartition("_")
-    return f"{stem}_{'k' if side == 'q' else 'q'}" if side in ("q", "k") else name
 
 
 def _scale(q: Tensor, pairs: Pairs) -> float:

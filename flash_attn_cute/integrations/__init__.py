@@ -12,10 +12,6 @@ What we cannot do is refused with a ValueError that names the argument. Nothing 
 Which calls are served and which refused: docs/migrating.md in the repository.
 """
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from torch import Tensor
 
 
@@ -28,27 +24,3 @@ def check_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-
-
-def call(function: Callable[..., Any], names: Mapping[str, str], *args: Any, **options: Any) -> Any:
-    """Calls a function whose errors name arguments as the caller's user does.
-
-    Args:
-        function: what is called.
-        names: the user's name of each argument that has another one there.
-        args: of the function.
-        options: likewise.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        TypeError: the function raises it.
-        ValueError: likewise.
-    """
-    try:
-        return function(*args, **options)
-    except (TypeError, ValueError) as error:
-        words = re.compile(rf"\b({'|'.join(names)})\b")
-        error.args = tuple(words.sub(lambda word: names[word[0]], str(x)) for x in error.args)
-        raise

@@ -33,13 +33,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors
+from flash_attn_cute.integrations import check_tensors
 
 Window: TypeAlias = tuple[int | None, int | None]
 # ``out``, or ``(out, softmax_lse, None)`` with return_attn_probs=True.
 Result: TypeAlias = Any
 
 _UNBOUNDED = (-1, -1)
+_NAMES = {"return_lse": "return_attn_probs"}
 # Names of arguments that hold several others.
 _KV = {"k": "kv", "v": "kv"}
 QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
@@ -95,18 +96,23 @@ def flash_attn_func(
     """
     _refuse(dropout_p, attention_chunk, sm_margin, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     attend = partial(
-        api.flash_attn_func, softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic
+        api.call,
+        api.flash_attn_func,
+        _NAMES,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
     )  # and q, k, v, which autocast may change
+    options: Any = {"causal": causal, "window_size": window_size, "return_lse": return_attn_probs}
     if alibi_slopes is None:
-        result = attend(q, k, v, causal=causal, window_size=window_size, return_lse=return_attn_probs)
+        result = attend(q, k, v, **options)
     else:
-        api.check_arguments(q, k, v, causal=causal, window_size=window_size, return_lse=return_attn_probs)
+        api.call(api.check_arguments, _NAMES, q, k, v, **options)
         slopes = _check_slopes(alibi_slopes, q, batch=q.shape[0])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         diagonal = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)
         fewer = torch.full((q.shape[0],), max(seqlen_q - 1, 0), dtype=torch.int32, device=q.device)
-        options = (causal, window_size, return_attn_probs)
-        result = _with_alibi(attend, (q, k, v), slopes, diagonal, seqlen_k, None, fewer, *options)
+        result = _with_alibi(attend, (q, k, v), slopes, diagonal, seqlen_k, None, fewer, *options.values())
     return (*result, None) if return_attn_probs else result
 
 
@@ -134,7 +140,7 @@ def flash_attn_kvpacked_func(
     _check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, d)", 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(2)
-    return call(flash_attn_func, _KV, q, k, v, *options)
+    return api.call(flash_attn_func, _KV, q, k, v, *options)
 
 
 def flash_attn_qkvpacked_func(
@@ -159,7 +165,7 @@ def flash_attn_qkvpacked_func(
     _check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, d)", 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(2)
-    return call(flash_attn_func, QKV, q, k, v, *options)
+    return api.call(flash_attn_func, QKV, q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -226,7 +232,9 @@ def flash_attn_varlen_func(
         v_descale=v_descale,
     )
     attend = partial(
+        api.call,
         api.flash_attn_varlen_func,
+        _NAMES,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -242,7 +250,8 @@ def flash_attn_varlen_func(
     else:
         check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         used: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-        api.check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **used, **options)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        api.call(api.check_arguments, _NAMES, q, k, v, *lengths, **used, **options)
         slopes = _check_slopes(alibi_slopes, q, batch=None)
         lengths_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
         lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -252,8 +261,7 @@ def flash_attn_varlen_func(
         diagonal = rows - beside[torch.bucketize(rows, cu_seqlens_q[1:], right=True)]
         fewer = (lengths_q - 1).clamp(min=0)
         columns = k.shape[0] if isinstance(max_seqlen_k, Tensor) else max_seqlen_k
-        settings = (causal, window_size, return_attn_probs)
-        result = _with_alibi(attend, (q, k, v), slopes, diagonal, columns, seqused_q, fewer, *settings)
+        result = _with_alibi(attend, (q, k, v), slopes, diagonal, columns, seqused_q, fewer, *options.values())
     return (*result, None) if return_attn_probs else result
 
 
@@ -290,7 +298,7 @@ def flash_attn_varlen_kvpacked_func(
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return call(flash_attn_varlen_func, _KV, q, k, v, *lengths, *options)
+    return api.call(flash_attn_varlen_func, _KV, q, k, v, *lengths, *options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -320,7 +328,7 @@ def flash_attn_varlen_qkvpacked_func(
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return call(flash_attn_varlen_func, _PACKED_QKV, q, k, v, *lengths, *options)
+    return api.call(flash_attn_varlen_func, _PACKED_QKV, q, k, v, *lengths, *options)
 
 
 def _refuse(dropout_p: object, attention_chunk: int, sm_margin: int, **absent: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors, flash_attn
+from flash_attn_cute.integrations import check_tensors, flash_attn
 from flash_attn_cute.integrations.flash_attn import QKV, Result, Window
 
 _UNBOUNDED = (-1, -1)
@@ -115,7 +115,7 @@ def flash_attn_qkvpacked_func(
             "qkv: expected shape (batch, seqlen, 3, nheads, d), or (batch, seqlen, num_heads_q + 2 * nheads_k, d), "
             f"got shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}, which nheads_k divides"
         )
-    return call(
+    return api.call(
         flash_attn_func,
         QKV,
         q,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors
+from flash_attn_cute.integrations import check_tensors
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
         same = all(size == 1 for size in attn_mask.shape[:-3])
         attn_mask = attn_mask.reshape(attn_mask.shape[-3:]) if same else _mask_of_one_batch(attn_mask, batch)
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
-    out: Tensor = call(
+    out: Tensor = api.call(
         api.flash_attn_func,
         _NAMES,
         q,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors
+from flash_attn_cute.integrations import check_tensors
 
 # Of Transformer Engine's names for a mask: is it causal, and if so, aligned to the bottom right. In thd the lengths
 # always count, so that a name says the same with "padding" and without.
@@ -103,21 +103,24 @@ def thd_attention(
         )
         for side, padded in (("q", cu_seqlens_q_padded), ("kv", cu_seqlens_kv_padded))
     )
+    names = {"q": "query_layer", "k": "key_layer", "v": "value_layer", "max_seqlen_k": "max_seqlen_kv"}
+    names |= {"seqused_q": "cu_seqlens_q", "seqused_k": "cu_seqlens_kv"}
+    names["cu_seqlens_q"] = "cu_seqlens_q" if cu_seqlens_q_padded is None else "cu_seqlens_q_padded"
+    names["cu_seqlens_k"] = "cu_seqlens_kv" if cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
     is_reversed = False
     if not bottom_right and not api.is_same_memory(cu_seqlens_q, cu_seqlens_kv):
         is_reversed = not api.is_over_ranks()
         if not is_reversed:
             queries, keys = _of_equal_lengths(queries, keys)
     if is_reversed:
+        lengths = (queries.offsets, keys.offsets, 0, 0)  # the bounds are checked with the call
+        used = {"seqused_q": queries.lengths, "seqused_k": keys.lengths}
+        api.call(api.check_arguments, names, query_layer, key_layer, value_layer, *lengths, **used)
         # From their last rows on, sequences that are aligned to the top left are aligned to the bottom right.
         query_layer, key_layer, value_layer = (x.flip(0) for x in (query_layer, key_layer, value_layer))
         queries, keys = queries.reversed(query_layer.shape[0]), keys.reversed(key_layer.shape[0])
         causal, left, right = False, 0, left
-    names = {"q": "query_layer", "k": "key_layer", "v": "value_layer", "max_seqlen_k": "max_seqlen_kv"}
-    names |= {"seqused_q": "cu_seqlens_q", "seqused_k": "cu_seqlens_kv"}
-    names["cu_seqlens_q"] = "cu_seqlens_q" if cu_seqlens_q_padded is None else "cu_seqlens_q_padded"
-    names["cu_seqlens_k"] = "cu_seqlens_kv" if cu_seqlens_kv_padded is None else "cu_seqlens_kv_padded"
-    out: Tensor = call(
+    out: Tensor = api.call(
         api.flash_attn_varlen_func,
         names,
         query_layer,

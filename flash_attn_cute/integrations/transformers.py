@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors
+from flash_attn_cute.integrations import check_tensors
 from flash_attn_cute.integrations._transformers_masks import Pattern, Rows, mask_in_memory, rows_of_mask
 
 NAME = "flash_attn_cute"
@@ -215,7 +215,7 @@ def attend(
         where |= {"max_seqlen_q": offsets[2], "max_seqlen_k": offsets[3]}
         given: dict[str, Any] = {**where, **options, **band}
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        out = call(api.flash_attn_varlen_func, _NAMES, *packed, **given)
+        out = api.call(api.flash_attn_varlen_func, _NAMES, *packed, **given)
         return out.unflatten(0, q.shape[:2]), None
     if rows is None and attention_mask is not None:
         band = {}  # a mask in memory is all that hides keys
@@ -224,7 +224,7 @@ def attend(
     if selected is not None:
         mask = selected if mask is None else mask & selected
     names = _NAMES if position_bias is None else _NAMES | {"bias": "position_bias"}
-    return call(api.flash_attn_func, names, q, k, v, mask=mask, bias=bias, **options, **band), None
+    return api.call(api.flash_attn_func, names, q, k, v, mask=mask, bias=bias, **options, **band), None
 
 
 def _refuse(dropout: float, cache: object, output_attentions: bool | None, **others: object) -> None:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import call, check_tensors
+from flash_attn_cute.integrations import check_tensors
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 _NAMES |= {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
+_NAMES |= {"causal": "is_causal", "return_lse": "return_aux.lse"}
 
 
 class AuxRequest(Protocol):
@@ -82,7 +83,7 @@ def varlen_attn(
         raise ValueError(
             f"key: expected the {query.shape[-2]} heads of query (fewer need enable_gqa=True), got {key.shape[-2]}"
         )
-    return call(
+    return api.call(
         api.flash_attn_varlen_func,
         _NAMES,
         query,

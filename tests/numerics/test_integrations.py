@@ -526,6 +526,42 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         "kv: expected the dtype of q, torch.float32, got torch.float16",
     ),
     (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, return_attn_probs=1),
+        TypeError,
+        "return_attn_probs: expected a bool, got 1",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=a.slopes, return_attn_probs=1),
+        TypeError,
+        "return_attn_probs: expected a bool, got 1",
+    ),
+    (
+        lambda a: fa3.flash_attn_varlen_func(*a.packed.unbind(1), a.cu, a.cu, 6, 6, return_attn_probs=1),
+        TypeError,
+        "return_attn_probs: expected a bool, got 1",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(*a.packed.unbind(1), a.cu, a.cu, 6, 6, is_causal=1),
+        TypeError,
+        "is_causal: expected a bool, got 1",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(*a.packed.unbind(1), a.cu, a.cu, 6, 6, return_aux=SimpleNamespace(lse=1)),
+        TypeError,
+        "return_aux.lse: expected a bool, got 1",
+    ),
+    # Sequences in reverse order, whose offsets are sums of two arguments.
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu.long(), a.cu, a.cu, a.cu),
+        TypeError,
+        "cu_seqlens_q: expected int32, got torch.int64",
+    ),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu.to("meta"), a.cu, a.cu),
+        ValueError,
+        "cu_seqlens_kv: expected the device of query_layer, cpu, got meta",
+    ),
+    (
         lambda a: bert_padding.unpad_input(a.q, a.mask),
         TypeError,
         "attention_mask: expected a torch.Tensor, got NoneType",

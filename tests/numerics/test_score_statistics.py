@@ -223,6 +223,9 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match="cu_seqlens_k, max_seqlen_q, max_seqlen_k: expected, as cu_seqlens_q, "):
             function(cu_seqlens_q=offsets)
+    lengths: Any = {"cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets within the 5 rows of q, got a "):
+        column_sums(q[0], q[0], lse[0], cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32), **lengths)
     for wrong, got in (([1.0], "list"), (lse.int(), "torch.int32")):
         with pytest.raises(TypeError, match=f"lse: expected a floating-point tensor, got {got}"):
             column_sums(q, q, wrong)  # type: ignore[arg-type]
