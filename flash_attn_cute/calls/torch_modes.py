@@ -14,6 +14,7 @@ from torch._C import (
     _get_function_stack_at,
     _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
 from torch._C._dynamo.guards import TensorGuards
@@ -80,13 +81,15 @@ def needs_dispatcher(tensors: Sequence[Any]) -> bool:
 
 
 def is_thread_watched() -> bool:
-    """Whether Dynamo, a mode with ``__torch_function__`` or a transform of torch.func would act on a call.
+    """Whether Dynamo, a mode or a transform of torch.func would act on a call.
 
-    ``needs_dispatcher`` says why they are asked; a transform has a key in the thread, too, but may wrap tensors without
-    sizes, of which guards must not be asked.
+    ``needs_dispatcher`` says why they are asked. Modes with ``__torch_dispatch__`` have a key in the thread, too, but
+    guards overlook those that compiled programs do not see, as selective checkpointing. A transform also has one, but
+    may wrap tensors without sizes, of which guards must not be asked.
     """
     return (
         torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
         or (_is_torch_function_mode_enabled() and not _is_default_device_alone())
         or peek_interpreter_stack() is not None
     )

@@ -225,6 +225,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OperatorsOfEager(Operators):
+    """Is none of the compiled programs' modes, as that of selective checkpointing: guards overlook it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Has Dynamo compile as if the mode were not there."""
+        return True
+
+
 class Subclass(Tensor):
     """A tensor by another name."""
 
@@ -246,17 +255,17 @@ def test_calls_that_are_watched_look_like_no_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ops, "_call_backward", by_operator)
     torch.autograd.grad(out, qkv, dout, retain_graph=True)
     assert (seen, by_operator.call_count) == ([False, False], 0)
-    for mode in (Functions(), Operators()):
+    for mode in (Functions(), Operators(), OperatorsOfEager()):
         with mode:
             attend_dense(*qkv)
             torch.autograd.grad(out, qkv, dout, retain_graph=True)
     # Autograd runs without function modes, but in the dispatch mode of its caller.
-    assert (seen[2:], by_operator.call_count) == ([True, True], 1)
+    assert (seen[2:], by_operator.call_count) == ([True] * 3, 2)
     attend_dense(qkv[0].as_subclass(Subclass), *qkv[1:])
     attend_dense(torch._neg_view(qkv[0]), *qkv[1:])
     torch.autograd.grad(out, qkv, torch._neg_view(dout), retain_graph=True)
     torch.autograd.grad(out, qkv, dout, create_graph=True)
-    assert (seen[4:], by_operator.call_count) == ([True, True], 3)
+    assert (seen[5:], by_operator.call_count) == ([True, True], 4)
     attend_dense(*qkv)
     assert seen[-1] is False
 

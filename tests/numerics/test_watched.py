@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flash_attn_cute import flash_attn_func
 from flash_attn_cute.backends.base import BackwardCall, Gradients
@@ -173,6 +174,9 @@ WATCHED: dict[str, Callable[[], Any]] = {
     "jit.trace": lambda: torch.jit.trace(attend, tuple(leaves()), check_trace=False),
     "fake tensors": with_mode(FakeTensorMode),
     "dispatch mode": with_mode(Watching),
+    "selective checkpointing": lambda: checkpoint(
+        attend, *leaves(), use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts([])
+    ),
     "FLOP counter": with_mode(lambda: torch.utils.flop_counter.FlopCounterMode(display=False)),
     "function mode": with_mode(Functions),
     "function mode on a default device": with_mode(function_mode_on_a_default_device),
