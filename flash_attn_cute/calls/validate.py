@@ -161,6 +161,12 @@ def _check_packed(call: AttentionCall, max_seqlen_q: int | None, max_seqlen_k: i
     return AttentionInputs(*call[:NUM_TENSORS], longest_q, longest_k)
 
 
+def check_rows(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+    """Checks packed q, k and v whose offsets are no tensors, and the sink, as ``check`` does."""
+    _check_qkv(q, k, v, ("rows", "nheads", "d"), ("rows_k", "nheads_k", "d"))
+    _check_sink(sink, q)
+
+
 def check_type_of_block_mask(block_mask: Any) -> None:
     """Checks what has to hold before its sizes can be asked for."""
     if not isinstance(block_mask, BlockMask):

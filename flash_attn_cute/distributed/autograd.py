@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_attn_cute.distributed import call_passes
+from flash_attn_cute.distributed import call_passes, rank_agreement
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.head_trade import Trade
 from flash_attn_cute.distributed.process_groups import Ranks, connect, maximum, weakly
@@ -75,6 +75,7 @@ class _Attention(torch.autograd.Function):
         chosen, context = ctx.call
         outer, inner = (group() for group in ctx.groups)
         if chosen.trade is not None:
+            _check_is_shared(Ranks(outer, inner), dout, dlse)
             dout = None if dout is None else chosen.trade.part_of(dout, inner)
             dlse = None if dlse is None else chosen.trade.part_of_lse(dlse, inner)
         given = Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
@@ -91,11 +92,22 @@ def gradients(
     """
     trade, inner = chosen.trade, context.inner
     if trade is not None:
+        _check_is_shared(Ranks(context.group, inner), given.dout, given.dlse)
         q, k, v, sink = trade.split(given.q, k, v, sink, inner)
         out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
         lse = trade.part_of_lse(given.lse, inner)
         given = Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
     return _gradients(chosen, context, given, k, v, sink)
+
+
+def _check_is_shared(ranks: Ranks, dout: Tensor | None, dlse: Tensor | None) -> None:
+    """Compares, if asked, which results have gradients on each rank, as all of them trade each gradient for heads."""
+
+    def stated() -> dict[str, str]:
+        names = [name for name, x in (("out", dout), ("lse", dlse)) if x is not None]
+        return {"results that have gradients": ", ".join(names) or "none"}
+
+    rank_agreement.check_if_asked(ranks, stated)
 
 
 def _gradients(

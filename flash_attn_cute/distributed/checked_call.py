@@ -89,15 +89,10 @@ def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
     q, k, v, sink, sharding, sharding_k, *_ = call
     dense = call.dense
     check_method(call.method, place)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor) and x.ndim != (4 if dense else 3):
-            dims = "(batch, rows, heads, d)" if dense else "(rows, heads, d)"
-            raise ValueError(f"{name}: expected shape {dims}, got shape {tuple(x.shape)}")
-    entries = AttentionCall(q, k, v, learnable_sink=sink)
-    if not dense:
-        qkv = (("q", q), ("k", k), ("v", v))
-        entries = entries.with_tensors(**{name: x[None] for name, x in qkv if isinstance(x, Tensor)})
-    validate.check(entries)
+    if dense:
+        validate.check(AttentionCall(q, k, v, learnable_sink=sink))
+    else:
+        validate.check_rows(q, k, v, sink)
     if call.block_mask is not None:
         _check_block_mask(call.block_mask)
     queries, keys = sharding, sharding if sharding_k is None else sharding_k

@@ -48,7 +48,12 @@ def _new_plan(request: PlanRequest, place: Place, device: torch.device) -> Plan:
     if size > 1:
         refusal = head_trade.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
-            raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {request.method!r}")
+            if request.method == "all_to_all":
+                raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got 'all_to_all'")
+            raise ValueError(
+                f"group: expected a mesh whose ranks can trade rows for heads along its second dimension ({refusal}), "
+                f"got {place.outer_size} x {size} ranks"
+            )
         rows = _of_both(queries, keys, lambda x: head_trade.Rows(x, x.merged(size), place.rank, device))
         trade = head_trade.Trade.of(*rows, shape.nheads_k)
         if request.packing_invariant and trade.ranks_a_head > 1:

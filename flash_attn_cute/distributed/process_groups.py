@@ -73,15 +73,19 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
         TypeError: neither a process group nor a mesh.
         ValueError: a mesh of more than two dimensions, or a group that this process is not in.
     """
-    if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
-        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
-    if isinstance(group, DeviceMesh):
-        if group.ndim > 2:
-            raise ValueError(f"group: expected a mesh of one or two dimensions, got {group.ndim}")
-        found = [group.get_group(dim) for dim in range(group.ndim)]
+    given: Any = group
+    found: list[Any]
+    if isinstance(given, DeviceMesh):
+        if given.ndim > 2:
+            raise ValueError(f"group: expected a mesh of one or two dimensions, got {given.ndim}")
+        is_member = given.get_coordinate() is not None
+        found = [given.get_group(dim) for dim in range(given.ndim)] if is_member else [None]
+    elif given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes that it leaves out
+        found = [None]
+    elif given is None or isinstance(given, ProcessGroup):
+        found = [dist.group.WORLD if given is None else given]
     else:
-        world: Any = dist.group.WORLD
-        found = [world if group is None else group]
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(given).__name__}")
     for member in found:
         if member is None or dist.get_rank(member) < 0:
             got = (

@@ -204,9 +204,9 @@ def context_parallel_attn_varlen_func(
 
     A sharding takes the place of cu_seqlens and max_seqlen, which it has for all ranks. Semantics are those of the
     plain function on all rows; q, k, v, out and lse are this rank's rows of it. All ranks of the group have to call it,
-    in the same order if they call it more than once, and have to run the backward pass if one of them does. With
-    ``FLASH_ATTN_CUTE_CHECK=1`` every call begins by comparing the arguments of all ranks, and raises on each of them
-    where ranks disagree or one of them has wrong ones.
+    in the same order if they call it more than once, and have to run the backward pass if one of them does, with
+    gradients of the same results. With ``FLASH_ATTN_CUTE_CHECK=1`` every call begins by comparing the arguments of all
+    ranks, and raises on each of them where ranks disagree or one of them has wrong ones.
 
     Out and lse of parts of the keys are merged in float32 and rounded once, and dQ, dK and dV are summed so, over ranks
     in a fixed order; float64 stays float64.

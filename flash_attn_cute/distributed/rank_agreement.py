@@ -75,6 +75,8 @@ def statement_of(call: RankCall, request: PlanRequest, options: Options, backend
     """Everything on which ranks have to agree, by name."""
     named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
     leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
+    numbers = options._asdict() | {"deterministic": options.promise, "return_max_logits": options.max_logits}
+    del numbers["packing_invariant"], numbers["max_logits"]  # which are not arguments
     return {
         "method": request.method,
         "heads, d and d_v": str(request.shape[:4]),
@@ -86,7 +88,7 @@ def statement_of(call: RankCall, request: PlanRequest, options: Options, backend
         "sharding_k": layout_of(request.keys or request.queries),
         "seqused_q": str(request.seqused_q),
         "seqused_k": str(request.seqused_k),
-        **{name: str(value) for name, value in options._asdict().items()},
+        **{name: str(value) for name, value in numbers.items()},
         "backend": str(backend),
         "block_mask": "None" if call.block_mask is None else str(tuple(call.block_mask.sizes)),
         "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",

@@ -33,7 +33,7 @@ from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
 from tests.lib.over_ranks.all_cases import every_case, layers_of_several_windows
 from tests.lib.over_ranks.block_masks import block_masks
-from tests.lib.over_ranks.disagreements import disagreements
+from tests.lib.over_ranks.disagreements import disagreements, other_gradients, outsiders
 from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
 from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
 from tests.lib.over_ranks.padded import padded_batch, padded_documents, padded_on_a_gpu
@@ -133,7 +133,7 @@ def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path, fuzz: dict[str, 
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
-    ranks.run([disagreements], 3, tmp_path, FLASH_ATTN_CUTE_CHECK="1")
+    ranks.run([disagreements, other_gradients, outsiders], 3, tmp_path, FLASH_ATTN_CUTE_CHECK="1")
 
 
 def random_runs(draw: random.Random, length: int) -> list[Run]:
@@ -433,6 +433,26 @@ def test_methods_of_invariant_calls() -> None:
     with pytest.raises(ValueError, match="deterministic: expected a bool where ranks share heads of k"):
         method_plan.plan(shared, Place(0, 1, 4), cpu)
     assert isinstance(method_plan.plan(shared._replace(method="auto"), where, cpu).method, AllGather)
+
+
+def test_heads_that_the_ranks_of_a_mesh_cannot_trade() -> None:
+    """It is the mesh that asks for it, whatever the method."""
+    request = PlanRequest(Sharding.contiguous([0, 8], 6), None, 1, None, None, (None, 0), "ring", SHAPE)
+    with pytest.raises(
+        ValueError, match=r"group: expected a mesh .* \(3 ranks do not divide the 32 .* got 2 x 3 ranks"
+    ):
+        method_plan.plan(request, Place(0, 2, 3), torch.device("cpu"))
+
+
+def test_errors_have_the_shapes_of_packed_calls() -> None:
+    sharding, q = Sharding.contiguous([0, 8], 1), torch.randn(8, 2, 8)
+    for k, message in (
+        (q[..., :0], r"at least one head .* got shape \(8, 2, 0\)"),
+        (q[None], r"shape \(rows_k, nheads_k, d\)"),
+    ):
+        call = RankCall(q, k, k, None, sharding, None, None, None, (), "auto", dense=False)
+        with pytest.raises(ValueError, match=f"^k: expected {message}"):
+            plan_request(call, Options(), Place(0, 1, 1))
 
 
 def test_each_method_has_a_name_and_a_class() -> None:

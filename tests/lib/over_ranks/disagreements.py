@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.distributed import (
@@ -16,8 +17,11 @@ from flash_attn_cute.distributed import (
     context_parallel_attn_varlen_func,
     context_parallel_unshard,
     gather,
+    rank_of,
 )
 from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, balanced, expected_here, together
+
+SAME = "expected the same on all ranks of the group, got"
 
 
 def disagreements() -> None:
@@ -37,6 +41,7 @@ def disagreements() -> None:
         ({"softcap": 2.0}, "softcap: {} 0.0 on ranks 0, 2; 2.0 on rank 1$"),
         ({"softmax_scale": 0.5}, "softmax_scale: {} None on ranks 0, 2; 0.5 on rank 1$"),
         ({"deterministic": True}, "deterministic: {} False on ranks 0, 2; True on rank 1$"),
+        ({"return_max_logits": True}, "return_max_logits: {} False on ranks 0, 2; True on rank 1$"),
         ({"backend": "portable"}, "backend: {} None on ranks 0, 2; portable on rank 1$"),
         # methods; of these all_to_all sees the ranks as another grid
         ({"method": "all_gather"}, "method: {} ring on ranks 0, 2; all_gather on rank 1$"),
@@ -73,7 +78,7 @@ def disagreements() -> None:
     ]
     for changes, message in different:
         given = {**agreed, **(changes if rank == 1 else {})}
-        with pytest.raises(ValueError, match=message.format("expected the same on all ranks of the group, got")):
+        with pytest.raises(ValueError, match=message.format(SAME)):
             context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
     compiled: Any = torch.compile(context_parallel_attn_varlen_func, backend="eager", fullgraph=True)
     with pytest.raises(ValueError, match=r"window_right: .* 0 on ranks 0, 2; None on rank 1$"):
@@ -85,6 +90,9 @@ def disagreements() -> None:
     method = "all_to_all" if rank == 1 else "ring"
     with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
         context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
+    promised: dict[str, Any] = {"deterministic": "invariant"} if rank == 1 else {}
+    with pytest.raises(ValueError, match=r"deterministic: expected .* False on ranks 0, 2; invariant on rank 1$"):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), **promised)
     # Of which one call has a mask: the number of ranks divides these heads.
     given = {"block_mask": BlockMask.causal(15, 15)} if rank == 1 else {}
     with pytest.raises(
@@ -146,3 +154,31 @@ def disagreements() -> None:
     with pytest.raises(ValueError, match="rank 0 of the group: method: expected 'auto', 'all_gather' or 'ring'"):
         together(PACKED, leaves, sharding, None, group=mesh, method="all_to_all")
     assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
+
+
+def other_gradients() -> None:
+    """A loss of lse on one rank alone: ranks that trade rows for heads trade gradients of each result, too."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sharding = Sharding.balanced([0, 5 * size], size)
+    x = torch.randn(5, size, 8, requires_grad=True)
+    error = f"results that have gradients: {SAME} out on ranks 0, 2; out, lse on rank 1$"
+
+    def loss(method: str) -> Tensor:
+        out, lse = context_parallel_attn_varlen_func(x, x, x, sharding, method=method, return_lse=True)
+        return out.sum() + lse.sum() if rank == 1 else out.sum()
+
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        function("ring").backward()
+        found = function("all_to_all")
+        with pytest.raises(ValueError, match=error):
+            found.backward()
+
+
+def outsiders() -> None:
+    """Processes that a group leaves out, for which new_group has a number and a mesh no groups."""
+    for group in (dist.new_group([1]), DeviceMesh("cpu", [1])):
+        if dist.get_rank() == 1:
+            assert rank_of(group) == 0
+        else:
+            with pytest.raises(ValueError, match="group: expected one that this process is in, got one without it"):
+                rank_of(group)
