@@ -39,7 +39,7 @@ from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel
 from benchmarks.suites.context_parallel import ONE, SHARE, Row, Sizes
 from benchmarks.work import Passes
-from flash_attn_cute.command_line import pattern
+from flash_attn_cute.command_line import at_least, natural, pattern, positive
 from flash_attn_cute.distributed import cost_model
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -109,13 +109,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()), metavar="N")
-    parser.add_argument("--tokens-per-rank", type=int, nargs="+", default=[8192, 16384], help="of documents")
-    parser.add_argument("--packs", type=int, default=3, help="of documents, for each number of tokens")
-    parser.add_argument("--sequence", type=int, default=131_072, help="tokens of the one sequence that all ranks share")
-    parser.add_argument("--window", type=int, default=1024, help="keys that a query of it sees in one row")
-    parser.add_argument("--heads", type=int, nargs=3, default=(64, 8, 128), metavar=("H", "H_K", "D"))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=positive, default=max(1, torch.cuda.device_count()), metavar="N")
+    parser.add_argument("--tokens-per-rank", type=positive, nargs="+", default=[8192, 16384], help="of documents")
+    parser.add_argument("--packs", type=natural, default=3, help="of documents, for each number of tokens")
+    parser.add_argument(
+        "--sequence", type=positive, default=131_072, help="tokens of the one sequence that all ranks share"
+    )
+    parser.add_argument("--window", type=positive, default=1024, help="keys that a query of it sees in one row")
+    parser.add_argument("--heads", type=positive, nargs=3, default=(64, 8, 128), metavar=("H", "H_K", "D"))
+    parser.add_argument("--rounds", type=partial(at_least, 2), default=15)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a contender in a case, after three rounds")
     parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only those whose names match")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))

@@ -146,7 +146,8 @@ def all_gather_rows(x: Tensor, rows: Sequence[int], group: ProcessGroup | None) 
     padded = x.new_zeros((max(rows), *x.shape[1:]))
     padded[: x.shape[0]] = x
     received = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather(received, padded, group=group)
+    # As bytes, since backends lack some dtypes.
+    dist.all_gather([r.view(torch.uint8) for r in received], padded.view(torch.uint8), group=group)
     return [r[:n] for r, n in zip(received, rows, strict=True)]
 
 

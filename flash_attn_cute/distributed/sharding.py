@@ -64,7 +64,9 @@ class Sharding:
         handle: an int64 on the CPU that stands for this object in compiled programs, which take only tensors.
 
     Raises:
-        ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
+        TypeError: something else than sequences of ints and, for each rank, of segments.
+        ValueError: offsets that decrease or leave the rows, rows that no rank has or that two have, or segments out of
+            order or outside of their documents.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -77,7 +79,15 @@ class Sharding:
     handle: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks that every row is somewhere, once and in order."""
+        """Takes any kind of sequence and of int, and checks that every row is somewhere, once and in order."""
+        offsets, total = _check_offsets("cu_seqlens", self.cu_seqlens, check_int("total", self.total))
+        plain: dict[str, Any] = {"cu_seqlens": offsets, "total": total}
+        plain["segments"] = tuple(tuple(map(_as_segment, of_rank)) for of_rank in self.segments)
+        for name in ("seqused_q", "seqused_k"):
+            used = getattr(self, name)
+            plain[name] = None if used is None else numbers(name, used)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         number = next(_numbers)
         _by_number[number] = self
         object.__setattr__(self, "handle", kept.outside(partial(torch.tensor, number, device=_CPU), _CPU))
@@ -164,18 +174,15 @@ class Sharding:
         offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
         num_ranks = _check_num_ranks(num_ranks)
         used_q = real_lengths("seqused_q", seqused_q, offsets)
-        offsets_k = offsets if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]
-        if len(offsets_k) != len(offsets):
-            raise ValueError(f"cu_seqlens_k: expected {len(offsets)} offsets, got {len(offsets_k)}")
+        offsets_k = _offsets_of_keys(cu_seqlens_k, offsets)
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
-        if window_sizes is None:
-            window_sizes = [window_size]
-        elif tuple(window_size) != (None, None) or not window_sizes:
+        pairs = [window_size] if window_sizes is None else list(window_sizes)
+        if not pairs or (window_sizes is not None and checked_window(False, window_size) != (None, None)):
             raise ValueError(
-                f"window_sizes: expected at least one, and no window_size beside them, got {len(window_sizes)} "
+                f"window_sizes: expected at least one, and no window_size beside them, got {len(pairs)} "
                 f"and window_size {window_size}"
             )
-        windows = [checked_window(causal, window) for window in window_sizes]
+        windows = [checked_window(causal, pair) for pair in pairs]
         is_shared = cu_seqlens_k is None and seqused_k is not None
         owned = tuple(map(max, used_q, used_k)) if is_shared else used_q
         rows = balanced_rows(offsets, total, owned, used_k, windows, num_ranks)
@@ -229,9 +236,8 @@ class Sharding:
         """
         if seqused_q is None and seqused_k is None:
             return self
-        named = (("seqused_q", seqused_q), ("seqused_k", seqused_k))
-        used = (None if lengths is None else numbers(name, lengths) for name, lengths in named)
-        return Sharding(self.cu_seqlens, self.total, self.segments, *used)
+        lengths: tuple[Any, Any] = seqused_q, seqused_k
+        return Sharding(self.cu_seqlens, self.total, self.segments, *lengths)
 
     def plan(self, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The plan under a key: made on first use, then kept with this layout; see ``kept.made``.
@@ -384,7 +390,7 @@ class Sharding:
             Their number.
         """
         window = checked_window(causal, window_size)
-        offsets_k = self.cu_seqlens if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]
+        offsets_k = _offsets_of_keys(cu_seqlens_k, self.cu_seqlens)
         used_q = real_lengths("seqused_q", seqused_q, self.cu_seqlens)
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
         area = 0
@@ -501,11 +507,31 @@ def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[
     return offsets, rows
 
 
+def _offsets_of_keys(given: Numbers | None, offsets: tuple[int, ...]) -> tuple[int, ...]:
+    """The offsets of the keys of as many documents; None: those of the queries."""
+    if given is None:
+        return offsets
+    found, _ = _check_offsets("cu_seqlens_k", given, None)
+    if len(found) != len(offsets):
+        raise ValueError(f"cu_seqlens_k: expected {len(offsets)} offsets, got {len(found)}")
+    return found
+
+
 def _check_num_ranks(num_ranks: int) -> int:
     number = check_int("num_ranks", num_ranks)
     if number < 1:
         raise ValueError(f"num_ranks: expected at least 1, got {number}")
     return number
+
+
+def _as_segment(given: Any) -> Segment:
+    """A segment of plain ints; those of another kind would make a layout look like another one to other ranks."""
+    if type(given) is Segment and type(given.document) is type(given.start) is type(given.stop) is int:
+        return given
+    found = [as_int(x) for x in given] if isinstance(given, Iterable) else []
+    if len(found) != len(Segment._fields) or None in found:
+        raise TypeError(f"segments: expected (document, start, stop) of ints, in a sequence a rank, got {given!r}")
+    return Segment._make(found)
 
 
 def _order(segment: Segment) -> tuple[bool, Segment]:

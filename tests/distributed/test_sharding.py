@@ -6,11 +6,13 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flash_attn_cute.distributed import Segment, Sharding, gather
 from flash_attn_cute.distributed.packed_calls import Run
+from flash_attn_cute.distributed.rank_agreement import layout_of
 from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.distributed.sharding import of_handle
 from tests.lib import oracle
@@ -270,6 +272,28 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             "segments: expected those of rank 0 in order",
             lambda: Sharding((0, 2, 4), 4, ((Segment(1, 2, 4), Segment(0, 0, 2)),)),
         ),
+        (
+            ValueError,
+            "cu_seqlens: expected offsets from 0 to 4",
+            lambda: Sharding((0, 5, 4), 4, ((Segment(0, 0, 4),),)),
+        ),
+        (
+            TypeError,
+            r"segments: expected \(document, .* a sequence a rank, got 0$",
+            lambda: untyped((0, 4), 4, [(0, 0, 4)]),
+        ),
+        (TypeError, r"segments: expected .* got \(0, 4\)$", lambda: untyped((0, 4), 4, [[(0, 4)]])),
+        (
+            TypeError,
+            r"seqused_k: expected .* of ints, .* \[0.5\]",
+            lambda: untyped((0, 4), 4, [[(0, 0, 4)]], None, [0.5]),
+        ),
+        (ValueError, "cu_seqlens_k: expected 2 offsets, got 1", lambda: HALVES.area(0, cu_seqlens_k=[4])),
+        (
+            TypeError,
+            r"window_size: expected a pair",
+            lambda: untyped.balanced([0, 4], 2, window_size=None, window_sizes=[(3, 0)]),
+        ),
         (ValueError, "num_ranks: expected at least 1, got 0", lambda: Sharding.contiguous([0, 4], 0)),
         (TypeError, "num_ranks: expected an int, got 2.5", lambda: Sharding.contiguous([0, 4], 2.5)),  # type: ignore[arg-type]
         (ValueError, "cu_seqlens: expected offsets from 0 to 4", lambda: Sharding.contiguous([0, 5, 4], 2)),
@@ -338,6 +362,13 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
 def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_layouts_of_any_sequences() -> None:
+    """Lists, tensors and NumPy's ints are what tuples of ints are, also to ranks that compare them."""
+    one = Sharding((0, 4), 4, ((Segment(0, 0, 1),), (Segment(0, 1, 4),)), (3,))
+    other = untyped(torch.tensor([0, 4]), np.int64(4), [[[0, 0, 1]], [np.array([0, 1, 4])]], [np.int32(3)])
+    assert (repr(other), layout_of(other)) == (repr(one), layout_of(one))
 
 
 def test_copies_are_of_their_own() -> None:

@@ -333,10 +333,13 @@ def assert_same(call: Drawn, got: Results, true: Results, low: Results) -> None:
         if name == "dsink":
             y = y.contiguous()
             dist.all_reduce(y)
-        assert y.dtype == low[name].dtype, name
+        reference = low[name]
+        assert y.dtype == reference.dtype, name
+        if call.autocast and name in ("dq", "dk", "dv"):  # float32 has been rounded before
+            y, reference = y.to(torch.bfloat16), reference.to(torch.bfloat16)
         # Kernels round P and dS, and where one call has them differs from where several do.
         factor = 4.0 if y.is_cuda else 3.0 if call.options["softcap"] else 2.0
-        checks.assert_close(name, y, true[name], low[name], factor, max(size, 1.0))
+        checks.assert_close(name, y, true[name], reference, factor, max(size, 1.0))
 
 
 def drawn_calls(device: str = "cpu") -> None:

@@ -109,6 +109,11 @@ def rows_come_together() -> None:
         whole = gather(mine, sharding, group, dim=1)
         assert whole.equal(x)
         assert not whole.requires_grad
+        for kind in (torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64):
+            other = x.to(kind)
+            whole = gather(sharding.shard(other, rank_of(group), dim=1), sharding, group, dim=1)
+            assert whole.dtype == kind
+            assert whole.contiguous().view(torch.uint8).equal(other.view(torch.uint8)), kind
 
 
 def nothing_to_do() -> None:
