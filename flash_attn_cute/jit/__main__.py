@@ -261,7 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_bundle(path, chosen.out)
         else:
             run_clear(path)
-    except (OSError, ValueError, disk.UnsafeFolderError, cache.NotKeptWarning) as error:
+    except (
+        *(OSError, ValueError, disk.UnsafeFolderError),
+        *(cache.NotKeptWarning, key.NoCompilerError, warm.LostWorkerError),
+    ) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

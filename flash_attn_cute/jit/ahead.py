@@ -15,7 +15,7 @@ from typing import Any
 # The package's own __init__ would import PyTorch, and so would libraries that can do without.
 _PROGRAM = """
 import os, pickle, sys, types
-path, folder, config = pickle.loads(bytes.fromhex(sys.argv[1]))
+path, sys.dont_write_bytecode, sys.pycache_prefix, folder, config = pickle.loads(bytes.fromhex(sys.argv[1]))
 sys.path[:] = path
 sys.modules["torch"] = None
 os.environ.pop("FLASH_ATTN_CUTE_NVTX", None)
@@ -45,7 +45,8 @@ def wait(config: Any) -> None:
 
 def command(config: Any) -> list[str]:
     """The command that compiles the kernel of a configuration, unless it is in the folder."""
-    given = pickle.dumps((sys.path, str(Path(__file__).parents[1]), pickle.dumps(config))).hex()
+    bytecode = sys.dont_write_bytecode, sys.pycache_prefix  # environment variables, which -I ignores
+    given = pickle.dumps((sys.path, *bytecode, str(Path(__file__).parents[1]), pickle.dumps(config))).hex()
     return [sys.executable, "-I", "-c", _PROGRAM, given]  # nothing from the folder that it is begun in
 
 

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from flash_attn_cute import profiling, settings
@@ -121,12 +122,13 @@ def _code_in_folder(config: Any) -> bytes:
 
     A disk that fails (no home, a read-only or full file system) costs time, and a warning, but no result.
     """
+    path = None
     with contextlib.ExitStack() as stack:
         try:
             path = settings.cache_dir()
             folder = None if path is None else stack.enter_context(disk.Folder(path))
         except OSError as error:
-            _warn(error)
+            _warn(path, error)
             folder = None
         if folder is None:
             return _compile(config)
@@ -138,7 +140,7 @@ def _code_in_folder(config: Any) -> bytes:
             try:
                 stack.enter_context(folder.lock(name))
             except OSError as error:
-                _warn(error)
+                _warn(path, error)
                 return _compile(config)
             code = folder.read(name)
         if code is None:
@@ -148,7 +150,7 @@ def _code_in_folder(config: Any) -> bytes:
                 try:
                     folder.write(name, identity, code)
                 except OSError as error:
-                    _warn(error)
+                    _warn(path, error)
         return code
 
 
@@ -170,9 +172,10 @@ def _compile(config: Any) -> bytes:
     return code
 
 
-def _warn(error: OSError) -> None:
+def _warn(path: Path | None, error: OSError) -> None:
+    where = "" if path is None else f"{path}: "  # files in it are named without it
     warnings.warn(
-        f"compiled kernels are not kept on disk ({error}): set FLASH_ATTN_CUTE_CACHE_DIR to a folder that can be "
+        f"compiled kernels are not kept on disk ({where}{error}): set FLASH_ATTN_CUTE_CACHE_DIR to a folder that can be "
         "written, or to 0 to do without",
         NotKeptWarning,
         stacklevel=2,

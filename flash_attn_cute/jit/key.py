@@ -13,6 +13,11 @@ from typing import Any
 
 from flash_attn_cute import settings
 
+
+class NoCompilerError(ImportError):
+    """The compiler of kernels is not installed, or cannot be imported."""
+
+
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = (
     "nvidia-cutlass-dsl",
@@ -31,6 +36,9 @@ def identity(config: Any) -> dict[str, Any]:
 
     Args:
         config: a frozen dataclass of numbers, strings and booleans.
+
+    Raises:
+        NoCompilerError: cutlass cannot be imported.
     """
     return {
         "kind": f"{type(config).__module__}.{type(config).__qualname__}",
@@ -86,7 +94,10 @@ _SOURCES = _hash_sources()
 @functools.cache
 def _compiler() -> dict[str, str]:
     # The DSL brings a compiler for each major version of CUDA and takes the one that suits the driver.
-    import cutlass
+    try:
+        import cutlass
+    except ImportError as error:
+        raise NoCompilerError(f"kernels are compiled by nvidia-cutlass-dsl, which cannot be imported: {error}") from error
 
     versions = {"CUDA": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"}
     for distribution in _COMPILERS:

@@ -7,9 +7,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 from flash_attn_cute.jit import cache
+
+
+class LostWorkerError(RuntimeError):
+    """A process that compiled has ended by itself, as where the system has no memory left."""
 
 
 class Warmed(NamedTuple):
@@ -23,14 +28,26 @@ class Warmed(NamedTuple):
 def warm(configs: Sequence[Any], jobs: int) -> Iterator[Warmed]:
     """Puts the kernels that are not on disk there, and reports each as soon as it is.
 
+    The first error ends it: of the other kernels only those are waited for that are being compiled.
+
     Raises:
         cache.NotKeptWarning: calls can do without the disk, but here it is the purpose.
+        key.NoCompilerError: there is no compiler.
+        LostWorkerError: a process has ended.
     """
     # Fresh interpreters: this one has threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(configs)), context, _prepare_worker) as pool:
-        for future in as_completed([pool.submit(_warm, config) for config in configs]):
-            yield future.result()
+        try:
+            for future in as_completed([pool.submit(_warm, config) for config in configs]):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise LostWorkerError(
+                "--jobs: a process that compiled was killed, perhaps as memory ran out: expected fewer than "
+                f"{jobs} processes, or more memory. What was compiled before is kept"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _prepare_worker() -> None:

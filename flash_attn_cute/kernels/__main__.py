@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if one_pass is None:
         print(f"pass: expected one of {', '.join(architecture.passes)}, got {chosen.pass_name}", file=sys.stderr)
         return 2
-    d, d_v = chosen.d, chosen.d_v or chosen.d
+    d, d_v = chosen.d, chosen.d if chosen.d_v is None else chosen.d_v
     widest = architecture.max_head_dim
     if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
         print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)

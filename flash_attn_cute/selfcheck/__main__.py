@@ -23,6 +23,7 @@ import torch
 from flash_attn_cute import settings
 from flash_attn_cute.command_line import natural, pattern
 from flash_attn_cute.jit.disk import UnsafeFolderError
+from flash_attn_cute.jit.key import NoCompilerError
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_for
 from flash_attn_cute.selfcheck import report, verdict
 from flash_attn_cute.selfcheck.verdict import Check, Gpu, Verdict
@@ -34,8 +35,10 @@ def gpu_of(index: int) -> Gpu:
     Raises:
         ValueError: there is none, or it has no kernels.
     """
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"--device: expected one of {torch.cuda.device_count()} GPUs, got {index}")
+    count = torch.cuda.device_count()
+    if index >= count:
+        numbers = "a GPU, but PyTorch sees none" if not count else f"a GPU's number, 0 to {count - 1}"
+        raise ValueError(f"--device: expected {numbers}, got {index}")
     capability = torch.cuda.get_device_capability(index)
     name = architecture_for(capability)
     if name is None:
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.report is not None:
             report.begin(chosen.report)
         found = checked(gpu, check, is_kept=chosen.families is None)
-    except (OSError, ValueError, UnsafeFolderError) as error:
+    except (OSError, ValueError, UnsafeFolderError, NoCompilerError) as error:
         print(error, file=sys.stderr)
         return 2
     print(in_words(found))

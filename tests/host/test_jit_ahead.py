@@ -133,11 +133,17 @@ def test_processes_are_begun_only_where_something_is_compiled(
 
 
 def test_the_process_does_without_torch(warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds the kernel that is there under the same name, and compiles nothing; files beside it are not imported."""
+    """It finds the kernel that is there under the same name, and compiles nothing; files beside it are not imported.
+
+    Bytecode goes where that of its parent does.
+    """
     (tmp_path / "pickle.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", "/bytecode")
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
     *python, program, given = ahead.command(CONFIG)
     program += "\nassert cache.compile_count() == 0 and sys.modules['torch'] is None"
+    program += "\nassert sys.dont_write_bytecode and sys.pycache_prefix == '/bytecode'"
     assert python[0] == sys.executable
     done = subprocess.run([*python, program, given], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

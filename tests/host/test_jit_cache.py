@@ -223,6 +223,7 @@ def test_failing_disks_cost_a_warning(
     with pytest.warns(cache.NotKeptWarning, match="not kept on disk .*set FLASH_ATTN_CUTE_CACHE_DIR") as warned:
         kernel = cache.kernel(CONFIG)
     assert len(warned) == 1
+    assert failure is no_home or str(tmp_path / "kernels") in str(warned[0].message)
     assert cache.kernel(CONFIG) is kernel
     assert compiler.calls == 1
 

@@ -6,14 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flash_attn_cute.jit import __main__ as command
-from flash_attn_cute.jit import cache, disk
+from flash_attn_cute.jit import cache, disk, key
+from flash_attn_cute.jit import warm as warming
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import backward_config
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
@@ -96,6 +100,41 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "file"))
     assert command.main(["warm", "--head-dims", "64", "--masks", "full", "--layouts", "dense"]) == 1
     assert "not kept on disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (cache.NotKeptWarning("not kept on disk"), "not kept on disk\n"),
+        (BrokenProcessPool("terminated abruptly"), "--jobs: a process that compiled was killed"),
+    ],
+)
+def test_the_first_error_ends_warming(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[Any] = []
+    is_over = threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers: int, *others: Any) -> None:
+            super().__init__(workers)
+
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            is_over.set()
+            super().shutdown(wait)
+
+    def fail(config: Any) -> Any:
+        begun.append(config)
+        if len(begun) > 1:
+            assert is_over.wait(60)
+        raise error
+
+    monkeypatch.setattr(warming, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(warming, "_warm", fail)
+    assert command.main(["warm", "--jobs", "1"]) == 1
+    assert capsys.readouterr().err.startswith(said)
+    assert len(begun) <= 2
 
 
 def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
@@ -196,6 +235,16 @@ def test_commands_need_a_folder(
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", value)
     assert command.main([name]) == 1
     assert complaint in capsys.readouterr().err
+
+
+def test_bundling_needs_the_compiler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    key._compiler.cache_clear()
+    assert command.main(["bundle", str(folder / "bundles")]) == 1
+    assert "nvidia-cutlass-dsl, which cannot be imported" in capsys.readouterr().err
 
 
 def test_commands_refuse_unsafe_folders(

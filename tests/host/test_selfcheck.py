@@ -398,7 +398,8 @@ def test_a_verdict_holds_for_sources_and_compilers(machine: Machine) -> None:
         assert name != key.name(GPU.identity())
 
 
-def test_what_was_not_judged_is_tried_again_later(machine: Machine) -> None:
+@pytest.mark.parametrize("clock", ["goes on", "was ahead"])
+def test_what_was_not_judged_is_tried_again_later(clock: str, machine: Machine) -> None:
     machine.unjudged, machine.is_final = dict.fromkeys(FAMILIES, "not judged, as the GPU's memory is full"), False
     with warned() as found:
         assert not machine.serves()
@@ -407,7 +408,8 @@ def test_what_was_not_judged_is_tried_again_later(machine: Machine) -> None:
     machine.restart()
     assert not machine.serves()  # ranks of a job do not try one after the other
     assert machine.checks == 1
-    machine.monkeypatch.setattr(verdict, "_UNFINISHED_FOR", 0.0)
+    later, day = time.time(), 24 * 60 * 60
+    machine.monkeypatch.setattr(time, "time", lambda: later + (day if clock == "goes on" else -day))
     machine.restart()
     assert machine.serves()
     assert machine.checks == 2

@@ -22,7 +22,7 @@ from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
-from flash_attn_cute.jit import warm
+from flash_attn_cute.jit import key, warm
 from flash_attn_cute.kernels.registry import ARCHITECTURES, family
 from flash_attn_cute.selfcheck import __main__ as command
 from flash_attn_cute.selfcheck import report, samples, steps, verdict, worker
@@ -296,10 +296,26 @@ def test_a_worker_finds_its_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> 
 # The command
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "a GPU, but PyTorch sees none, got 7"), (2, "a GPU's number, 0 to 1, got 7")]
+)
+def test_without_a_gpu_the_command_says_so(
+    count: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert command.main(["--device", "7"]) == 2
+    assert capsys.readouterr().err == f"--device: expected {said}\n"
+
+
+def test_without_a_compiler_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(command, "gpu_of", lambda index: PLAIN_GPU)
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    key._compiler.cache_clear()
     assert command.main([]) == 2
-    assert capsys.readouterr().err == "--device: expected one of 0 GPUs, got 0\n"
+    assert "nvidia-cutlass-dsl, which cannot be imported" in capsys.readouterr().err
 
 
 def test_the_command_keeps_its_verdict(
