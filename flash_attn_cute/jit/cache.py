@@ -175,8 +175,8 @@ def _compile(config: Any) -> bytes:
 def _warn(path: Path | None, error: OSError) -> None:
     where = "" if path is None else f"{path}: "  # files in it are named without it
     warnings.warn(
-        f"compiled kernels are not kept on disk ({where}{error}): set FLASH_ATTN_CUTE_CACHE_DIR to a folder that can be "
-        "written, or to 0 to do without",
+        f"compiled kernels are not kept on disk ({where}{error}): set FLASH_ATTN_CUTE_CACHE_DIR to a folder that can "
+        "be written, or to 0 to do without",
         NotKeptWarning,
         stacklevel=2,
     )

@@ -97,7 +97,8 @@ def _compiler() -> dict[str, str]:
     try:
         import cutlass
     except ImportError as error:
-        raise NoCompilerError(f"kernels are compiled by nvidia-cutlass-dsl, which cannot be imported: {error}") from error
+        problem = f"kernels are compiled by nvidia-cutlass-dsl, which cannot be imported: {error}"
+        raise NoCompilerError(problem) from error
 
     versions = {"CUDA": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"}
     for distribution in _COMPILERS:
