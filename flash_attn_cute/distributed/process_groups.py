@@ -71,15 +71,22 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
 
     Raises:
         TypeError: neither a process group nor a mesh.
-        ValueError: a mesh of more than two dimensions, or a group that this process is not in.
+        ValueError: a mesh of more than two dimensions, or one of two that is out of order, or a group that this process
+            is not in.
     """
     given: Any = group
     found: list[Any]
     if isinstance(given, DeviceMesh):
         if given.ndim > 2:
             raise ValueError(f"group: expected a mesh of one or two dimensions, got {given.ndim}")
-        is_member = given.get_coordinate() is not None
-        found = [given.get_group(dim) for dim in range(given.ndim)] if is_member else [None]
+        coordinate = given.get_coordinate()
+        found = [None] if coordinate is None else [given.get_group(dim) for dim in range(given.ndim)]
+        # Each group numbers its processes in ascending order: in others, two processes would be one rank of the grid.
+        if given.ndim == 2 and coordinate is not None and [*coordinate] != [dist.get_rank(x) for x in found]:
+            raise ValueError(
+                f"group: expected a mesh of two dimensions to have its processes in ascending order along each, "
+                f"got {given.mesh.tolist()}"
+            )
     elif given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes that it leaves out
         found = [None]
     elif given is None or isinstance(given, ProcessGroup):

@@ -293,7 +293,8 @@ def rank_of(group: Group = None) -> int:
 
     Raises:
         TypeError: neither a process group nor a mesh.
-        ValueError: a mesh of more than two dimensions, or a group that this process is not in.
+        ValueError: a mesh of more than two dimensions, or one of two whose processes are not in ascending order along
+            each, or a group that this process is not in.
     """
     return Ranks.of(group).place.rank
 

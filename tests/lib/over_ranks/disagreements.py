@@ -182,3 +182,14 @@ def outsiders() -> None:
         else:
             with pytest.raises(ValueError, match="group: expected one that this process is in, got one without it"):
                 rank_of(group)
+
+
+def meshes_out_of_order() -> None:
+    """Two processes would have the rows of one rank; groups of one dimension number them as they do."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    order = [*range(1, size), 0]
+    assert rank_of(DeviceMesh("cpu", order)) == rank
+    with pytest.raises(
+        ValueError, match=r"group: expected a mesh of two dim.* in ascending order .* \[\[1\], \[2\], \[0\]\]"
+    ):
+        rank_of(DeviceMesh("cpu", [[x] for x in order]))
