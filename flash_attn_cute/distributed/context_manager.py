@@ -147,18 +147,10 @@ class _OverRanks(NamedTuple):
 
     def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> Results:
         """Results of a call on this rank's rows."""
-        if inputs.block_mask is not None:
-            raise ValueError(
-                "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
-                "context_parallel_attn_func takes one over all rows"
-            )
-        if options.precise_gradients:
-            raise ValueError(
-                "precise_gradients: expected False within context_parallel, where out of several ranks is merged, "
-                "got True"
-            )
-        for name in ("seqused_q", "seqused_k"):
-            _check_lengths(name, getattr(inputs, name), getattr(self.sharding, name))
+        if settings.check_data() and not torch.compiler.is_compiling():
+            rank_agreement.on_all_ranks(Ranks.of(self.group), lambda: self._check(inputs, options))
+        else:
+            self._check(inputs, options)
         given: dict[str, Any] = {
             "seqused_q": inputs.seqused_q,
             "seqused_k": inputs.seqused_k,
@@ -177,9 +169,25 @@ class _OverRanks(NamedTuple):
         }
         if not inputs.packed:
             return Results(*public_functions.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given))
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            _check_offsets(name, getattr(inputs, name), self.sharding)
         return Results(*public_functions.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given))
+
+    def _check(self, inputs: AttentionInputs, options: Options) -> None:
+        """Refuses what no call over ranks takes, and lengths that are not those of the sharding."""
+        if inputs.block_mask is not None:
+            raise ValueError(
+                "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
+                "context_parallel_attn_func takes one over all rows"
+            )
+        if options.precise_gradients:
+            raise ValueError(
+                "precise_gradients: expected False within context_parallel, where out of several ranks is merged, "
+                "got True"
+            )
+        for name in ("seqused_q", "seqused_k"):
+            _check_lengths(name, getattr(inputs, name), getattr(self.sharding, name))
+        if inputs.packed:
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                _check_offsets(name, getattr(inputs, name), self.sharding)
 
 
 def _hold(x: Tensor, other: Tensor) -> None:

@@ -14,7 +14,7 @@ from flash_attn_cute import settings
 from flash_attn_cute.calls import flat_call
 from flash_attn_cute.distributed import autograd, method_plan, rank_agreement
 from flash_attn_cute.distributed.call_passes import Context, Given, wide
-from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_is_sharding, plan_request
+from flash_attn_cute.distributed.checked_call import Lengths, PlanRequest, RankCall, check_is_sharding, plan_request
 from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
 from flash_attn_cute.spec import Options, Results
@@ -51,16 +51,17 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
         ValueError: an argument of the wrong shape, strides, device or value, likewise; or ranks disagree.
     """
     ranks = call.ranks
-    try:
+
+    def planned() -> tuple[Options, PlanRequest, autograd.Plan]:
         options = checked()
         request = plan_request(call, options, ranks.place)
-        plan = method_plan.plan(request, ranks.place, call.q.device)
-    except (TypeError, ValueError) as error:
-        if settings.check_data():
-            rank_agreement.check(Ranks.over(call.groups), error)
-        raise
+        return options, request, method_plan.plan(request, ranks.place, call.q.device)
+
+    # Methods see other grids of the ranks, which compare themselves over the same one.
+    everyone = Ranks.over(call.groups)
+    options, request, plan = rank_agreement.on_all_ranks(everyone, planned)
     if settings.check_data():
-        rank_agreement.check(Ranks.over(call.groups), rank_agreement.statement_of(call, request, options, backend))
+        rank_agreement.check(everyone, rank_agreement.statement_of(call, request, options, backend))
     entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
     context = Context(options, backend, *plan.groups(ranks), call.block_mask, entries)
     results = autograd.attend(*call.packed, call.sink, plan, context)

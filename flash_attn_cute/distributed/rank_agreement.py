@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from flash_attn_cute.distributed.checked_call import PlanRequest, RankCall
 from flash_attn_cute.distributed.process_groups import Ranks, size_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.spec import Options
+
+T = TypeVar("T")
 
 # Everything on which ranks have to agree, in words; or what is wrong with a rank's own arguments.
 Statement = Mapping[str, str] | TypeError | ValueError
@@ -54,15 +57,27 @@ def check_if_asked(ranks: Ranks, stated: Callable[[], Mapping[str, str]]) -> Non
         TypeError: what a rank's statement has raised, this rank's alone unless ranks are compared; likewise ValueError.
         ValueError: ranks are compared, and disagree.
     """
-    statement: Statement
-    try:
-        statement = stated()
-    except (TypeError, ValueError) as error:
-        if not settings.check_data():
-            raise
-        statement = error
+    statement = on_all_ranks(ranks, stated)
     if settings.check_data():
         check(ranks, statement)
+
+
+def on_all_ranks(ranks: Ranks, find: Callable[[], T]) -> T:
+    """Finds something by this rank's arguments; the other ranks then call ``check``, to which this one states errors.
+
+    Args:
+        ranks: as in ``check``.
+        find: what is called, or raises what is wrong with this rank's arguments.
+
+    Raises:
+        TypeError: what it has raised, on all ranks with ``FLASH_ATTN_CUTE_CHECK=1``; likewise ValueError.
+    """
+    try:
+        return find()
+    except (TypeError, ValueError) as error:
+        if settings.check_data():
+            check(ranks, error)
+        raise
 
 
 def layout_of(sharding: Sharding) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Sharding,
     context_parallel,
@@ -105,6 +105,12 @@ def disagreements() -> None:
         pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
     ):
         flash_attn_func(rows, rows, rows, causal=True)
+    lengths = torch.tensor(sharding.cu_seqlens if rank != 1 else [0, 9, 9, 9, 9, 128], dtype=torch.int32)
+    with (
+        context_parallel(None, sharding=sharding),
+        pytest.raises(ValueError, match="rank 1 of the group: cu_seqlens_q: expected those of the sharding"),
+    ):
+        flash_attn_varlen_func(q, k, v, lengths, lengths, 128, 128, causal=True)
     mine = torch.zeros(2, sharding.num_rows(rank))
     no_tensor: Any = []
     gathered: list[tuple[type[Exception], str, Callable[[], Any]]] = [
