@@ -210,7 +210,7 @@ def test_four_ranks() -> None:
     scaling, over = of(long, context_parallel.ONE) / ours, of(short, context_parallel.PYTORCH) / of(short, "auto")
     said = f"are {scaling:.2f} times as fast as on one GPU and {peer / ours:.2f} times as fast as PyTorch's; "
     assert f"{said}at 8k a rank they are {over:.2f} times" in page
-    assert f"times as fast on two, {scaling:.2f} on four |" in prose("README.md")
+    assert f"times as fast on two, {scaling:.2f} on four |" in prose("docs/index.md")
 
 
 FOUR = record("context_parallel-4-cuda-bfloat16")

@@ -191,7 +191,7 @@ def ci_commands(tmp_path: Path) -> list[str]:
 
 
 def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(ci_commands: list[str]) -> None:
-    set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
+    set_up, run_tests = commands_of(ROOT / "README.md", "Try it")
     checks = [f".venv/bin/{check}".strip() for check in ci_checks((ROOT / ".ci" / "run").read_text())]
     assert ci_commands == [
         *set_up.replace("'", "").split(" && "),
@@ -260,7 +260,7 @@ def test_unknown_markers_are_refused() -> None:
 
 def test_contributing_sets_up_what_the_readme_does() -> None:
     """CONTRIBUTING.md installs the same packages and runs the same checks and tests as CI."""
-    set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
+    set_up, run_tests = commands_of(ROOT / "README.md", "Try it")
     make, install, check = commands_of(ROOT / "CONTRIBUTING.md", "Set-up and checks")
     assert [make, install] == [
         "python3 -m venv .venv && . .venv/bin/activate",
