@@ -204,7 +204,7 @@ def context_parallel_attn_varlen_func(
 
     A sharding takes the place of cu_seqlens and max_seqlen, which it has for all ranks. Semantics are those of the
     plain function on all rows; q, k, v, out and lse are this rank's rows of it. All ranks of the group have to call it,
-    in the same order if they call it more than once, and have to run the backward pass if one of them does, with
+    in the same order if they call it more than once. If one of them runs the backward pass, all have to, with
     gradients of the same results. With ``FLASH_ATTN_CUTE_CHECK=1`` every call begins by comparing the arguments of all
     ranks, and raises on each of them where ranks disagree or one of them has wrong ones.
 
