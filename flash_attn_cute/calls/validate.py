@@ -123,7 +123,7 @@ def _check_dense(call: AttentionCall) -> AttentionInputs:
     q, k = call.q, call.k
     _check_qkv(q, k, call.v, ("batch", "seqlen_q", "nheads", "d"), ("batch", "seqlen_k", "nheads_k", "d"))
     batch, seqlen_q, nheads, _ = q.shape
-    if k.shape[0] != batch:
+    if _differ(k.shape[0], batch):
         raise ValueError(f"k: expected the batch size of q, {batch}, got shape {tuple(k.shape)}")
     seqlen_k = k.shape[1]
     _check_int32("seqused_q", call.seqused_q, q, "batch", batch)
@@ -141,7 +141,7 @@ def _check_packed(call: AttentionCall, max_seqlen_q: int | None, max_seqlen_k: i
     _check_qkv(q, k, call.v, ("total_q", "nheads", "d"), ("total_k", "nheads_k", "d"))
     total_q, nheads, _ = q.shape
     _check_tensor("cu_seqlens_q", call.cu_seqlens_q, q)
-    if call.cu_seqlens_q.ndim != 1 or call.cu_seqlens_q.shape[0] < 1:
+    if call.cu_seqlens_q.ndim != 1 or statically_true(call.cu_seqlens_q.shape[0] < 1):
         raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got shape {tuple(call.cu_seqlens_q.shape)}")
     offsets = call.cu_seqlens_q.shape[0]
     _check_int32("cu_seqlens_q", call.cu_seqlens_q, q, "batch + 1", offsets)
@@ -322,12 +322,25 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, q_dims: tuple[str, ...], k_dims:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got strides {x.stride()}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got shape {tuple(k.shape)}")
-    if v.shape[:-1] != k.shape[:-1]:
+    if any(_differ(got, expected) for got, expected in zip(v.shape[:-1], k.shape[:-1], strict=True)):
         raise ValueError(
             f"v: expected the shape of k but for the last dimension, {tuple(k.shape[:-1])}, got shape {tuple(v.shape)}"
         )
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides the {q.shape[-2]} heads of q, got {k.shape[-2]}")
+
+
+def _differ(got: int, expected: int) -> bool:
+    """Whether two sizes differ, so far as is known.
+
+    Under tracing sizes may come from data, as from ``nonzero()``. Then the traced program compares them when it runs.
+    """
+    if statically_true(got != expected):
+        return True
+    is_equal: bool | torch.SymBool = got == expected
+    if torch.compiler.is_compiling() or isinstance(is_equal, torch.SymBool):
+        torch._check(is_equal)
+    return False
 
 
 def _check_int32(name: str, x: Tensor | None, q: Tensor, dim: str, length: int) -> None:
@@ -336,7 +349,7 @@ def _check_int32(name: str, x: Tensor | None, q: Tensor, dim: str, length: int) 
     _check_tensor(name, x, q)
     if x.dtype != torch.int32:
         raise TypeError(f"{name}: expected int32, got {x.dtype}")
-    if x.ndim != 1 or x.shape[0] != length:
+    if x.ndim != 1 or _differ(x.shape[0], length):
         raise ValueError(f"{name}: expected shape ({dim},) = ({length},), got shape {tuple(x.shape)}")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity.score_blocks import Sizes
-from flash_attn_cute.spec import as_int, check_int, check_layout
+from flash_attn_cute.spec import as_int, check_int, check_layout, statically_true
 
 _MAX_LENGTH = 2**31 - 1
 
@@ -38,7 +38,7 @@ def check_lengths(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
 
 def _check_length(name: str, length: int) -> int:
     length = check_int(name, length)
-    if not 0 <= length <= _MAX_LENGTH:
+    if statically_true(length < 0) or statically_true(length > _MAX_LENGTH):
         raise ValueError(f"{name}: expected 0 to {_MAX_LENGTH}, got {length}")
     return length
 

@@ -11,7 +11,7 @@ import torch.utils.flop_counter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.block_tables import NUM_FLAT
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from tests.lib.checks import GRADS, bitwise_equal, offsets, packed_or_dense, random_call, run
@@ -307,6 +307,59 @@ def test_compile_with_a_bound_from_data(scores: bool, backend: str) -> None:
         torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
         torch.testing.assert_close(grads[0], grads[1])
     assert counter.frame_count <= 2
+
+
+def documents_from_data(x: Tensor, ids: Tensor) -> Tensor:
+    """Offsets of queries and of keys, which tracing does not know to be as many."""
+    total = ids.new_full((1,), ids.shape[0])
+    starts = (ids.diff(prepend=y).nonzero().flatten() for y in (ids[:1] - 1, ids[:1] - 2))
+    cu_seqlens_q, cu_seqlens_k = (torch.cat((start, total)).int() for start in starts)
+    out: Tensor = flash_attn_varlen_func(x, x, x, cu_seqlens_q, cu_seqlens_k, ids.shape[0], ids.shape[0], causal=True)
+    return out
+
+
+def rows_from_data(x: Tensor, ids: Tensor) -> Tensor:
+    """Keys without those of the first document, and their values, which are as many if no id is negative."""
+    k, v = x[ids > 0], x[ids != 0]
+    ends = torch.tensor(ids.shape[0]), (ids > 0).sum()
+    cu_seqlens_q, cu_seqlens_k = (torch.nn.functional.pad(end[None], (1, 0)).int() for end in ends)
+    out: Tensor = flash_attn_varlen_func(x, k, v, cu_seqlens_q, cu_seqlens_k, ids.shape[0], ids.shape[0])
+    return out
+
+
+def entries_from_data(x: Tensor, ids: Tensor) -> Tensor:
+    q, k = x[ids > 0][:, None], x[ids != 0][:, None]
+    out: Tensor = flash_attn_func(q, k, k, seqused_k=ids[ids > 0].int().clamp(max=1))
+    return out
+
+
+def window_from_data(x: Tensor, ids: Tensor) -> Tensor:
+    x = x[ids > 0][None]
+    out: Tensor = flash_attn_func(x, x, x, block_mask=BlockMask.window(x.shape[1], x.shape[1], left=3))
+    return out
+
+
+@pytest.mark.parametrize("function", [documents_from_data, rows_from_data, entries_from_data, window_from_data])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compile_with_sizes_from_data(function: Callable[..., Tensor]) -> None:
+    """``nonzero()`` in the compiled region: numbers of documents, of rows and of entries that tracing does not know."""
+    step, counter = compiled(function, "eager")
+    for total in (20, 31):
+        x = torch.randn(total, 2, 16, requires_grad=True)
+        ids = torch.arange(total) // 6
+        outs = [attend(x, ids) for attend in (step, function)]
+        torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in outs))
+    assert counter.frame_count <= 2
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_from_data_are_compared_by_the_program() -> None:
+    step, _ = compiled(rows_from_data, "eager")
+    x = torch.randn(9, 2, 16)
+    step(x, torch.arange(9))
+    with pytest.raises(RuntimeError, match="Runtime assertion failed for expression Eq"):
+        step(x, torch.arange(9) - 1)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
