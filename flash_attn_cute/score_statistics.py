@@ -131,14 +131,12 @@ def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pai
     """Column sums by attention from keys to queries; ``rows`` is lse as a column of q."""
     hidden = rows == -math.inf
     factor = _inverse_of(scale, q.dtype)
-    d = q.shape[-1]
-    # Made of q and lse at once, as either may be what vmap maps over.
-    longer_q = torch.nn.functional.pad(q.masked_fill(hidden, 0.0), (0, 8))
-    longer_q[..., d : d + 3] = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
-    longer_k = k.new_empty(*k.shape[:-2], q.shape[-2], d + 8)
-    longer_k.unflatten(-2, (k.shape[-2], -1))[..., :d] = k[..., None, :]
-    longer_k[..., d : d + 3] = factor
-    longer_k[..., d + 3 :] = 0.0
+    # Eight columns more: lse in three numbers, and the factor that it is divided by.
+    lse = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
+    longer_q = torch.cat((q.masked_fill(hidden, 0.0), torch.nn.functional.pad(lse, (0, 5))), -1)
+    by_group = k[..., None, :].expand(*k.shape[:-1], q.shape[-2] // k.shape[-2], -1)
+    columns = [torch.full_like(by_group[..., :1], x) for x in [factor] * 3 + [0.0] * 5]
+    longer_k = torch.cat((by_group, *columns), -1).flatten(-3, -2)
     left, right = pairs.get("window_size", (None, None))
     turned: Any = {_OF_OTHER_SIDE.get(name, name): x for name, x in pairs.items()}
     turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}

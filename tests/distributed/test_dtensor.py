@@ -1,6 +1,7 @@
 """DTensors: heads and batch entries sharded over two processes, as one process computes it."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -116,12 +117,12 @@ class WithKernel(PortableBackend):
 
 
 def sums_of_keys() -> None:
-    """A backend's own column sums, by heads and by entries, without communication."""
+    """Column sums, a backend's own and those by attention, by heads and by entries, without communication."""
     base, mesh = leaves(4, 8, 4, packed=False), init_device_mesh("cpu", (RANKS,))
-    with patch.dict(dispatch.BACKENDS, portable=WithKernel()), torch.no_grad():
-        _, lse = flash_attn_func(base["q"], base["k"], base["v"], return_lse=True)
-        truth = column_sums(base["q"], base["k"], lse, causal=True)
-        for dims in ((2, 2, 1), (0, 0, 0)):
+    for backend, dims in product((WithKernel(), PortableBackend()), ((2, 2, 1), (0, 0, 0))):
+        with patch.dict(dispatch.BACKENDS, portable=backend), torch.no_grad():
+            _, lse = flash_attn_func(base["q"], base["k"], base["v"], return_lse=True)
+            truth = column_sums(base["q"], base["k"], lse, causal=True)
             tensors = base["q"], base["k"], lse
             parts = [sharded(x, mesh, [Shard(dim)]) for x, dim in zip(tensors, dims, strict=True)]
             with CommDebugMode() as communication:
@@ -129,7 +130,7 @@ def sums_of_keys() -> None:
             assert communication.get_total_counts() == 0, communication.get_comm_counts()
             assert isinstance(sums, DTensor)
             assert sums.placements == (Shard(dims[2]),)
-            assert torch.equal(sums.full_tensor(), truth)
+            assert torch.allclose(sums.full_tensor(), truth, rtol=0, atol=1e-12)
 
 
 def entries() -> None:
