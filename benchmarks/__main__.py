@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import harness, over_ranks, plot, report
 from benchmarks.suites import attention, bias, packed, selected, sparse
-from flash_attn_cute.command_line import pattern
+from flash_attn_cute.command_line import make_folder, pattern
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
@@ -43,6 +43,9 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "selected": selected.suite,
 }
 
+# Suites whose cases are small enough.
+_ON_CPU = ("packed", "sparse-tables")
+
 # Not a suite of one process; it has options of its own.
 _OVER_RANKS = "context-parallel"
 
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda, where there is one")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on cuda, float32 on cpu")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only those whose names match")
@@ -67,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(given)
     if chosen.device == "cuda" and not on_gpu:
         parser.error("argument --device: expected cpu, as PyTorch sees no GPU, got cuda")
+    if chosen.device is None and not on_gpu and chosen.suite not in _ON_CPU:
+        sizes = f"the cases of {chosen.suite} have the size of one: --device cpu takes hours"
+        parser.error(f"argument suite: expected {' or '.join(_ON_CPU)}, as PyTorch sees no GPU; {sizes}")
+    chosen.device = chosen.device or ("cuda" if on_gpu else "cpu")
     device = torch.device(chosen.device)
     dtype_name = chosen.dtype or ("bfloat16" if chosen.device == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -76,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = [limit for limit in suite.limits if chosen.cases.search(limit.case)]
     environment = report.environment(device, dtype, chosen.commit)
     path = chosen.out / f"{suite.name}-{chosen.device}-{dtype_name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, "--out", chosen.out)
     reports: list[harness.CaseReport] = []
     for case in suite.cases():
         if chosen.cases.search(case.name):

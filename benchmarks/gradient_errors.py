@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flash_attn_cute import flash_attn_func
+from flash_attn_cute.command_line import multiple_of
 
 HEAD_DIM = 128
 SCALE = 1 / math.sqrt(HEAD_DIM)
@@ -208,12 +209,19 @@ def by_kernels(x: Data, attend: Attention) -> Gradients:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table of errors for each kind of data and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=[2048], help="keys of a sequence, multiples of 16")
+    rows_type = partial(multiple_of, 16)
+    parser.add_argument("--rows", nargs="+", type=rows_type, default=[2048], help="keys of a sequence, multiples of 16")
     parser.add_argument("--kernels", action="store_true", help="those of this machine's GPU, not a simulation")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     chosen = parser.parse_args(arguments)
+    if chosen.only and not chosen.kernels:
+        parser.error("argument --only: expected with --kernels, whose names it chooses")
+    if chosen.kernels and not torch.cuda.is_available():
+        parser.error("argument --kernels: expected a GPU, and PyTorch sees none")
     for rows in chosen.rows:
         attends = {n: f for n, f in attentions(rows).items() if chosen.only in n} if chosen.kernels else {}
+        if chosen.kernels and not attends:
+            parser.error(f"argument --only: expected part of one of {', '.join(attentions(rows))}, got {chosen.only!r}")
         queries = rows if chosen.kernels or rows <= 2 * QUERIES else QUERIES
         for kind in KINDS:
             torch.manual_seed(0)

@@ -170,21 +170,24 @@ def table(times: dict[str, dict[str, float]], unit: str, digits: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table that the command line asks for."""
+    # Not above: a new process imports this module, and then the package with the clock on.
+    from flash_attn_cute.command_line import device, positive
+
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("calls", "first"))
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
-    parser.add_argument("--repetitions", type=int, default=200, help="calls in a row (default: 200)")
+    parser.add_argument("--device", type=device, default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each contender (default: 5)")
+    parser.add_argument("--repetitions", type=positive, default=200, help="calls in a row (default: 200)")
     chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
-    print(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "PyTorch", torch.__version__)
+    on = chosen.device
+    print(torch.cuda.get_device_name(on) if on.type == "cuda" else "CPU", "PyTorch", torch.__version__)
     if chosen.what == "calls":
-        print(table(calls(device, chosen.rounds, chosen.repetitions), "us of the host", 1))
+        print(table(calls(on, chosen.rounds, chosen.repetitions), "us of the host", 1))
     else:
-        print(table(first(device, chosen.rounds), "seconds", 2))
+        print(table(first(on, chosen.rounds), "seconds", 2))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,13 @@ largest element are above its grid, of the worst row and of the median one.
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flash_attn_cute.command_line import multiple_of
 
 HEAD_DIM = 128
 QUERIES = 64
@@ -166,7 +169,8 @@ def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, f
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the errors of each kind of data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", nargs="+", type=int, default=[4096], help="of a sequence; multiples of 128")
+    keys_type = partial(multiple_of, BLOCK)
+    parser.add_argument("--keys", nargs="+", type=keys_type, default=[4096], help="of a sequence; multiples of 128")
     chosen = parser.parse_args(arguments)
     for keys in chosen.keys:
         print(f"{keys} keys, {QUERIES} queries that attend to all of them, d = {HEAD_DIM}")

@@ -23,6 +23,7 @@ import functools
 import json
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,7 +40,7 @@ from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel
 from benchmarks.suites.context_parallel import ONE, SHARE, Row, Sizes
 from benchmarks.work import Passes
-from flash_attn_cute.command_line import at_least, natural, pattern, positive
+from flash_attn_cute.command_line import at_least, make_folder, natural, pattern, positive
 from flash_attn_cute.distributed import cost_model
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -84,17 +85,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.model is not None:
+        make_folder(parser, "--model", given.model)
         ranks_model.write(given.model)
         return 0
     if given.record is not None:
-        _print_record(given.record)
+        try:
+            _print_record(given.record)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"argument --record: {given.record} is no record of ranks ({type(error).__name__}: {error})")
         return 0
+    nheads, nheads_k, _ = given.heads
+    if nheads % nheads_k:
+        parser.error(f"argument --heads: expected a number that divides the {nheads} query heads, got {nheads_k}")
     chosen = _chosen(given)
     if not any(re.search(chosen.cases, name) for row in chosen.sizes.rows(chosen.num_ranks) for name in _names(row)):
         parser.error(f"argument --cases: no case matches {chosen.cases!r}")
     if chosen.on_gpu and not given.alone and torch.cuda.device_count() < chosen.num_ranks:
         parser.error(f"argument --ranks: expected at most {torch.cuda.device_count()}, the GPUs that there are")
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, "--out", chosen.out)
     if given.alone:
         _alone(chosen)
         return 0
@@ -348,3 +356,7 @@ def mean_lines(reports: Sequence[CaseReport], num_ranks: int) -> list[str]:
         said = ", ".join(f"{passes} {mean:.3g}" for passes, mean in means.items())
         lines.append(f"  {kind}: {name}: {said}")
     return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

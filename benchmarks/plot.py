@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.harness import CaseReport
 from benchmarks.report import flop_unit, read_json
+from flash_attn_cute.command_line import make_folder
 
 # What a contender is drawn with.
 _Styles: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -25,10 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", help="JSON files that `python -m benchmarks` wrote")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="the plots' folder (%(default)s)")
     chosen = parser.parse_args(arguments)
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, "--out", chosen.out)
     for path in chosen.results:
+        try:
+            reports = read_json(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"argument results: {path} is no record of a suite ({type(error).__name__}: {error})")
         plot = chosen.out / f"{path.stem}.png"
-        write_plot(plot, path.stem, read_json(path))
+        write_plot(plot, path.stem, reports)
         print(f"wrote {plot}")
 
 

@@ -27,7 +27,6 @@ CORPORA = (
 def write(folder: Path) -> None:
     """Writes the model's rows as JSON, and a picture of them."""
     rows = modelled(CORPORA)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "context_parallel-model.json").write_text(json.dumps(rows, indent=1) + "\n")
     draw(folder / "context_parallel-model.png", rows)
 

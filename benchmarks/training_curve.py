@@ -26,6 +26,8 @@ from torch import Tensor
 
 from benchmarks.plot import save
 from flash_attn_cute import flash_attn_func
+from flash_attn_cute.command_line import device as device_of
+from flash_attn_cute.command_line import make_folder, positive
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS, HEAD_DIM, TOKEN_DIM = 4, 128, 64
@@ -67,7 +69,7 @@ class Layer:
         return attend(*heads)[0].flatten(-2) @ self.o.T
 
 
-def train(attend: Attend, mean: float, rows: int, steps: int, device: str) -> dict[str, list[float]]:
+def train(attend: Attend, mean: float, rows: int, steps: int, device: torch.device) -> dict[str, list[float]]:
     """Trains a student, and returns its losses and drifts, averaged over ``AVERAGED`` steps.
 
     The drift is the length of what all queries have in common, over the root of its number of elements.
@@ -122,12 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains each contender with tokens of each mean, and writes and draws the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--means", nargs="+", type=float, default=[0.0, 5.0, 10.0], help="of tokens (%(default)s)")
-    parser.add_argument("--rows", type=int, default=4096, help="tokens a step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="(%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=positive, default=4096, help="tokens a step (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=600, help="(%(default)s)")
+    parser.add_argument("--device", type=device_of, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder of results (%(default)s)")
     chosen = parser.parse_args(arguments)
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, "--out", chosen.out)
     found: dict[str, dict[str, Any]] = {}
     for mean in chosen.means:
         curves = found[f"{mean:g}"] = {}

@@ -28,7 +28,6 @@ import torch
 from benchmarks import report
 from benchmarks.harness import cuda_seconds
 from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
-from flash_attn_cute.command_line import pattern
 
 ROOT = Path(__file__).parents[1]
 # What a process runs: the package of a checkout, but this module.
@@ -171,14 +170,17 @@ def compare(old: Path, new: Path, names: list[str], rounds: int, times: int) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
+    # Not above: the processes import this module with the package of their checkout, which may not have it.
+    from flash_attn_cute.command_line import pattern, positive
+
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("old", type=_checkout)
     parser.add_argument("new", type=_checkout, nargs="?", default=ROOT)
     parser.add_argument("--cases", type=pattern, default="", metavar="REGEX", help="only rows whose names match")
-    parser.add_argument("--rounds", type=int, default=12, help="times that a checkout has its turn (default: 12)")
-    parser.add_argument("--times", type=int, default=4, help="calls a turn (default: 4)")
+    parser.add_argument("--rounds", type=positive, default=12, help="times that a checkout has its turn (default: 12)")
+    parser.add_argument("--times", type=positive, default=4, help="calls a turn (default: 4)")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     chosen = parser.parse_args(arguments)
     names = [name for name in rows() if chosen.cases.search(name)]

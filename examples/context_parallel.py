@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from flash_attn_cute.command_line import positive
 from flash_attn_cute.distributed import Sharding, context_parallel_attn_varlen_func
 
 VOCABULARY = 256
@@ -125,25 +127,26 @@ def train(chosen: argparse.Namespace, group: ProcessGroup | None, device: torch.
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a batch, on all ranks together")
-    parser.add_argument("--longest", type=int, default=512, help="document")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--heads-k", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tokens", type=positive, default=1024, help="of a batch, on all ranks together")
+    parser.add_argument("--longest", type=positive, default=512, help="document")
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--heads-k", type=positive, default=2)
+    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--method", choices=("auto", "all_gather", "ring", "all_to_all"), default="auto")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Joins the ranks that torchrun has started, trains, and prints on the first of them."""
+    """Joins the ranks that torchrun has started, or is the only one; trains, and prints on the first of them."""
     chosen = options()
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    alone: Any = {} if "RANK" in os.environ else {"init_method": "tcp://localhost:0", "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **alone)
     losses = train(chosen, None, device)
     if dist.get_rank() == 0:
         for step, loss in enumerate(losses):

@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 from transformers.utils import logging
 
+from flash_attn_cute.command_line import at_least, positive
 from flash_attn_cute.demo import read_documents, shuffled_forever
 from flash_attn_cute.integrations.transformers import register
 
@@ -87,8 +89,8 @@ def evaluate(model: Any, batches: Iterator[Batch], steps: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the example; returns 0 if both models have learned, and the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="of training, and of fine-tuning (%(default)s)")
-    parser.add_argument("--rows", type=int, default=1024, help="bytes of a step (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=80, help="of training, and of fine-tuning (%(default)s)")
+    parser.add_argument("--rows", type=partial(at_least, LONGEST), default=1024, help="bytes of a step (%(default)s)")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     register()

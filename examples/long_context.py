@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import explain, flash_attn_varlen_func
+from flash_attn_cute.command_line import positive
 from flash_attn_cute.flops import visible_pairs
 
 
@@ -22,10 +23,12 @@ def main() -> None:
     """Runs both passes once, and once more with the clock on."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 20 if on_gpu else 1 << 12)
-    parser.add_argument("--documents", type=int, default=1, help="of equal lengths")
-    parser.add_argument("--heads", type=int, default=8 if on_gpu else 1)
+    parser.add_argument("--tokens", type=positive, default=1 << 20 if on_gpu else 1 << 12)
+    parser.add_argument("--documents", type=positive, default=1, help="of equal lengths")
+    parser.add_argument("--heads", type=positive, default=8 if on_gpu else 1)
     chosen = parser.parse_args()
+    if chosen.documents > chosen.tokens:
+        parser.error(f"argument --documents: expected at most {chosen.tokens}, the tokens, got {chosen.documents}")
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     length = chosen.tokens // chosen.documents
     tokens = length * chosen.documents

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute.command_line import make_folder, positive
 from flash_attn_cute.demo import NO_TARGET, Batch, cut, pack, read_documents, same_bits, shuffled_forever
 
 HEAD_DIM, GROUP = 64, 4  # four query heads a key head
@@ -179,16 +180,16 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the example; returns 0 if the resumed run ended with the same bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="%(default)s")
-    parser.add_argument("--length", type=int, default=1024, help="bytes of a document at the most (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=2048, help="bytes of a step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="%(default)s")
+    parser.add_argument("--width", type=positive, default=128, help="of the model (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=2, help="%(default)s")
+    parser.add_argument("--length", type=positive, default=1024, help="bytes of a document at the most (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=2048, help="bytes of a step (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=60, help="%(default)s")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     parser.add_argument("--out", type=Path, default=Path("build/pretrain"), help="folder of results (%(default)s)")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, "--out", options.out)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.command_line import positive
 
 WIDTH, HEADS, HEADS_K, HEAD_DIM = 64, 2, 1, 64
 BLOCK, TOP, WINDOW = 8, 4, 8
@@ -97,7 +98,7 @@ def sequences(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def main() -> int:
     """Trains and reports; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=positive, default=120)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)

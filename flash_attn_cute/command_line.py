@@ -2,6 +2,9 @@
 
 import argparse
 import re
+from pathlib import Path
+
+import torch
 
 
 def at_least(least: int, text: str) -> int:
@@ -27,6 +30,43 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """A whole number, 0 or more. Raises as ``at_least`` does."""
     return at_least(0, text)
+
+
+def multiple_of(unit: int, text: str) -> int:
+    """A whole number of units, at least one of them.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    value = positive(text)
+    if value % unit:
+        raise argparse.ArgumentTypeError(f"expected a multiple of {unit}, got {value}")
+    return value
+
+
+def make_folder(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Makes a folder for results, if there is none; ends the command, by the option's name, if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument {option}: expected a folder, got {str(path)!r}: {error.strerror}")
+
+
+def device(text: str) -> torch.device:
+    """The CPU, or a GPU that PyTorch sees.
+
+    Raises:
+        argparse.ArgumentTypeError: the text names neither.
+    """
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {text!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"expected one of {torch.cuda.device_count()} GPUs or cpu, got {text!r}")
+    return found
 
 
 def pattern(text: str) -> re.Pattern[str]:

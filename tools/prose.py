@@ -11,13 +11,14 @@ Rules:
     long      a sentence of a docstring or comment has more than 35 words
 """
 
+import argparse
 import ast
 import io
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,10 +121,20 @@ def too_many(counts: dict[str, int]) -> dict[str, int]:
     return {room: places for room, places in counts.items() if places > ALLOWED.get(room, 0)}
 
 
-def main(names: list[str]) -> int:
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return Path(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the places of the files that are named, or the counts of all rooms. Returns the exit code."""
-    if names:
-        places = [place for name in names for place in check(Path(name))]
+    parser = argparse.ArgumentParser("python -m tools.prose", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("paths", nargs="*", type=_file, metavar="PATH", help="files to check, instead of all rooms")
+    paths = parser.parse_args(arguments).paths
+    if paths:
+        places = [place for path in paths for place in check(path)]
         for place in places:
             print(f"{place.path}:{place.line}: {place.rule}: {place.text}")
         return int(bool(places))
@@ -134,4 +145,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

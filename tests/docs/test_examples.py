@@ -47,3 +47,8 @@ def test_long_context() -> None:
     printed = run("long_context.py", "--tokens", "1500", "--documents", "3", "--heads", "2")
     assert "1500 tokens in 3 documents" in printed
     assert printed.endswith("PASSED\n")
+
+
+@pytest.mark.slow
+def test_context_parallel_runs_alone() -> None:
+    assert "step 1: loss" in run("context_parallel.py", "--tokens", "64", "--longest", "32", "--steps", "2")

@@ -1,12 +1,28 @@
 """Wrong arguments of commands: each is refused in a line that names it, without a traceback."""
 
 import importlib
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tools import prose
+
 WORKLOAD = ("--device", "cpu", "--dtype", "float32", "--seqlen", "4", "--batch", "1", "--heads", "2", "--head-dim", "8")
+
+
+def _main_of(command: str) -> Callable[[list[str]], int]:
+    """The function that a command runs, which is a package or a module."""
+    if command == "examples.pretrain":
+        pytest.importorskip("einops", reason="the example needs it")
+        pytest.importorskip("tqdm", reason="the example needs it")
+    module = importlib.import_module(command)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{command}.__main__")
+    main: Callable[[list[str]], int] = module.main
+    return main
 
 
 @pytest.mark.parametrize(
@@ -15,6 +31,29 @@ WORKLOAD = ("--device", "cpu", "--dtype", "float32", "--seqlen", "4", "--batch",
         ("benchmarks", "packed --cases [", "argument --cases: expected a regular expression, got '['"),
         ("benchmarks", "context-parallel --cases [", "argument --cases: expected a regular expression, got '['"),
         ("benchmarks", "packed --device cuda", "argument --device: expected cpu, as PyTorch sees no GPU, got cuda"),
+        ("benchmarks", "forward", "argument suite: expected packed or sparse-tables, as PyTorch sees no GPU"),
+        ("benchmarks", "packed --out /dev/null/x", "argument --out: expected a folder, got '/dev/null/x': Not a dir"),
+        (
+            "benchmarks",
+            "context-parallel --model /dev/null/x",
+            "argument --model: expected a folder, got '/dev/null/x'",
+        ),
+        (
+            "benchmarks",
+            "context-parallel --record /dev/null",
+            "argument --record: /dev/null is no record of ranks (JSON",
+        ),
+        ("benchmarks.plot", "/dev/null", "argument results: /dev/null is no record of a suite (JSONDecodeError: "),
+        ("benchmarks.host", "calls --device tpu", "argument --device: expected cpu or cuda, got 'tpu'"),
+        ("benchmarks.host", "calls --device cuda:9", "argument --device: expected one of 0 GPUs or cpu, got 'cuda:9'"),
+        ("benchmarks.host", "calls --rounds 0", "argument --rounds: expected a number, 1 or more, got '0'"),
+        ("benchmarks.integer_sums", "--keys 5", "argument --keys: expected a multiple of 128, got 5"),
+        ("benchmarks.gradient_errors", "--rows 40", "argument --rows: expected a multiple of 16, got 40"),
+        ("benchmarks.gradient_errors", "--kernels", "argument --kernels: expected a GPU, and PyTorch sees none"),
+        ("benchmarks.gradient_errors", "--only x", "argument --only: expected with --kernels"),
+        ("benchmarks.training_curve", "--steps 0", "argument --steps: expected a number, 1 or more, got '0'"),
+        ("tools.prose", "/nowhere", "argument PATH: expected a file, got '/nowhere'"),
+        ("examples.pretrain", "--length 0", "argument --length: expected a number, 1 or more, got '0'"),
         ("flash_attn_cute.selfcheck", "--families (", "argument --families: expected a regular expression, got '('"),
         ("flash_attn_cute.selfcheck", "--device -1", "argument --device: expected a number, 0 or more, got '-1'"),
         ("flash_attn_cute.profile", "ncu --skip -1", "argument --skip: expected a number, 0 or more, got '-1'"),
@@ -36,8 +75,9 @@ def test_wrong_arguments(
     command: str, arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"{command}.__main__").main(arguments.split())
+        _main_of(command)(arguments.split())
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -57,5 +97,13 @@ def test_what_the_package_refuses(
 ) -> None:
     pytest.importorskip("matplotlib")
     given = [str(tmp_path / "picture.nope") if argument == "OUT" else argument for argument in arguments]
-    assert importlib.import_module(f"{command}.__main__").main(given) == 1
+    assert _main_of(command)(given) == 1
     assert said in capsys.readouterr().err
+
+
+def test_modules_with_a_command_line_run_as_commands() -> None:
+    """Without that ``python -m`` would end without a word."""
+    modules = {str(path): (prose.ROOT / path).read_text() for path in prose.tracked() if path.suffix == ".py"}
+    commands = {name for name, code in modules.items() if re.search(r"^def main\(", code, re.MULTILINE)}
+    assert "benchmarks/over_ranks.py" in commands
+    assert {name for name in commands if '__name__ == "__main__"' not in modules[name]} == set()
