@@ -205,9 +205,10 @@ def _check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: to
         expected = "1" if inputs.packed else f"1 or {batch}"
         raise ValueError(f"block_mask: expected a batch of {expected}, got {sizes.batch}")
     nheads, nheads_k = q.shape[-2], k.shape[-2]
-    if sizes.heads not in (1, nheads, nheads_k):
+    # Dynamo finds no number among symbols, so that `in` would not do.
+    if all(statically_true(sizes.heads != n) for n in (1, nheads, nheads_k)):
         raise ValueError(f"block_mask: expected 1, nheads = {nheads} or nheads_k = {nheads_k} heads, got {sizes.heads}")
-    if block_mask.order_sets[1] not in (1, nheads_k):
+    if all(statically_true(block_mask.order_sets[1] != n) for n in (1, nheads_k)):
         raise ValueError(
             f"block_mask: expected an order for each of the {nheads_k} key heads, or one for all, got "
             f"{block_mask.order_sets[1]}; with_order(..., group={nheads // nheads_k}) makes heads of a group share one"

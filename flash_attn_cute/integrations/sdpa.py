@@ -143,7 +143,8 @@ def _mask_of_one_batch(attn_mask: Tensor, batch: Sequence[int]) -> Tensor:
     """A mask that differs between batch entries, expanded over those dimensions, as one."""
     of_mask = attn_mask.shape[:-3]
     sizes = (1,) * (len(batch) - len(of_mask)) + of_mask
-    if len(sizes) != len(batch) or any(x not in (1, y) for x, y in zip(sizes, batch, strict=True)):
+    # Dynamo finds no number among symbols, so that `in` would not do.
+    if len(sizes) != len(batch) or any(x != 1 and x != y for x, y in zip(sizes, batch, strict=True)):
         raise ValueError(
             f"attn_mask: expected batch dimensions that broadcast to {tuple(batch)}, got shape {tuple(attn_mask.shape)}"
         )

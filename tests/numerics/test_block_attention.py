@@ -271,6 +271,18 @@ def test_compile_with_changing_lengths() -> None:
     assert counter.frame_count <= 3
 
 
+@pytest.mark.parametrize("heads", [2, 4], ids=["key heads", "query heads"])
+def test_compile_with_heads_that_may_change(heads: int) -> None:
+    """Heads are numbers in a mask, and symbols in the tensors beside it."""
+    step, _ = compiled(attend)
+    mask = BlockMask.from_dense(torch.rand(1, heads, 5, 5) < 0.5)
+    mask = mask.with_order(torch.zeros(1, 2, 1, dtype=torch.int32), group=heads // 2)
+    q, k, v = (torch.randn(1, 5, n, 16) for n in (4, 2, 2))
+    for x in (q, k, v):
+        torch._dynamo.maybe_mark_dynamic(x, 2)
+    torch.testing.assert_close(step(q, k, v, mask.build()), attend(q, k, v, mask), rtol=0, atol=0)
+
+
 def top_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Blocks of keys chosen by the means of blocks, within the model."""
     means_q, means_k = (x.unflatten(1, (-1, 64)).mean(2).transpose(1, 2) for x in (q, k))

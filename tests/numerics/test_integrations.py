@@ -291,6 +291,16 @@ def test_compiled() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_sdpa_compiled_for_any_batch_beside_a_mask_of_one() -> None:
+    """Sizes are numbers in the mask, and symbols in the tensors beside it."""
+    q, mask = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 1, 5, 5)
+    expected = dot.scaled_dot_product_attention(q, q, q, mask)
+    for dim in (0, 1):
+        torch._dynamo.maybe_mark_dynamic(q, dim)
+    got = torch.compile(dot.scaled_dot_product_attention, fullgraph=True, backend="eager")(q, q, q, mask)
+    torch.testing.assert_close(got, expected)
+
+
 def arguments() -> SimpleNamespace:
     """Tensors of valid calls."""
     q, k, v = torch.randn(3, 2, 6, 4, 8)
