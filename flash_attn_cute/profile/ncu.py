@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from flash_attn_cute.command_line import natural, positive
+from flash_attn_cute.command_line import make_folder, natural, positive
 from flash_attn_cute.profile import ncu_report, workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
@@ -59,10 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     workload.add_options(parser)
     options = parser.parse_args(own)
-    report = options.out.resolve().with_suffix(".ncu-rep")
+    report = workload.report_at(options.out, ".ncu-rep")
     try:
         ncu = find("ncu")
         require_gpu()
+        make_folder(parser, "--out", report.parent)
         if command:
             which = ["--target-processes", "all", "--launch-skip", str(options.skip)]
         else:
@@ -92,7 +94,6 @@ def collect(ncu: Path, report: Path, which: Sequence[str], command: Sequence[str
     known = ncu_report.parse_query(_run([ncu, "--query-metrics"]))
     metrics = ncu_report.wanted(known)
     sections = [*_SECTIONS, *_MEMORY_SECTIONS, *(["SourceCounters"] if sampled else [])]
-    report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     profiling: list[str | Path] = [
         *(ncu, "--force-overwrite", "--export", report),
@@ -104,7 +105,9 @@ def collect(ncu: Path, report: Path, which: Sequence[str], command: Sequence[str
     ]
     print(" ".join(map(str, profiling)), flush=True)
     said = []
-    with subprocess.Popen(profiling, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    # The command's output may be anything.
+    with subprocess.Popen(profiling, **output, encoding="utf-8", errors="replace") as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)  # a training run may take its time
             said.append(line)

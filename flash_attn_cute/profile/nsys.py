@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flash_attn_cute.command_line import make_folder
 from flash_attn_cute.profile import workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
 
 _ROWS = 10
+_SUFFIX = ".nsys-rep"
 
 
 class Entry(NamedTuple):
@@ -55,22 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         nsys = find("nsys")
         require_gpu()
+        report = workload.report_at(options.out, _SUFFIX)
+        make_folder(parser, "--out", report.parent)
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
-    report = options.out.resolve().with_suffix(".nsys-rep")
     return profile(nsys, report, command or Workload.chosen(options).command(options.calls))
 
 
 def profile(nsys: Path, report: Path, command: Sequence[str]) -> int:
     """Profiles a command and prints a summary; the exit code."""
-    report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     before = _captures(report)
     code = subprocess.run(
         [
             *(nsys, "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
-            *("--force-overwrite=true", f"--output={report.with_suffix('')}", *command),
+            *("--force-overwrite=true", f"--output={str(report).removesuffix(_SUFFIX)}", *command),
         ],
         env={**os.environ, "FLASH_ATTN_CUTE_NVTX": "1"},
     ).returncode

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ def split(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     return given[:end], given[end + 1 :]
+
+
+def report_at(path: Path, suffix: str) -> Path:
+    """The absolute path of a report, with its suffix behind whatever the name has: it may be ``lr-0.001``."""
+    return path.absolute().with_name(path.name.removesuffix(suffix) + suffix)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -521,10 +521,10 @@ def test_ncu_options(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_ncu_of_a_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One launch of it, whichever process makes it; what it prints is shown."""
-    fake_ncu(path, 'echo step 1; echo step 2 >&2; touch "$3"')
+    fake_ncu(path, 'echo step 1; echo step 2 >&2; printf "\\377\n"; touch "$3"')
     out = ["--out", str(tmp_path / "k.ncu-rep"), "--skip", "0"]
     assert __main__.main(["ncu", *out, "--", "train.sh", "--heads", "3", "--", "x"]) == 0
-    assert "step 1\nstep 2\n" in capsys.readouterr().out
+    assert "step 1\nstep 2\n\ufffd\n" in capsys.readouterr().out
     _, profiling, _ = calls(path)
     assert profiling[-5:] == ["train.sh", "--heads", "3", "--", "x"]
     assert following(profiling, "--launch-skip") == ["0"]
@@ -655,6 +655,20 @@ def test_nsys_that_captures_nothing(
     fake_nsys(path, f"exit {code}")
     assert nsys.main(["--out", str(tmp_path / "t")]) == (code or 1)
     assert f"nsys (exit code {code}) captured nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tool", ["ncu", "nsys"])
+def test_reports_are_named_as_they_are_asked_for(
+    tool: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers behind points are not suffixes, which would be replaced; a folder that cannot be made is refused."""
+    fake_ncu(path, 'touch "$3"')
+    fake_nsys(path, 'touch "$out.nsys-rep"')
+    assert __main__.main([tool, "--out", str(tmp_path / "lr-0.001")]) == 0
+    assert f"wrote {tmp_path}/lr-0.001.{tool}-rep\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main([tool, "--out", "/dev/null/folder/report"])
+    assert "argument --out: expected a folder, got '/dev/null/folder'" in capsys.readouterr().err
 
 
 # The real ones, where they are
