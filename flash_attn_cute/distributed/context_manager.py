@@ -19,6 +19,9 @@ from flash_attn_cute.distributed.sharding import Sharding, check_dimension
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.spec import AttentionInputs, Options, Results
 
+# Those of the contexts that are open, in all threads.
+_shardings: list[Sharding] = []
+
 
 @contextmanager
 def context_parallel(
@@ -90,6 +93,8 @@ def context_parallel(
             # Memory of its own: targets are often a view of the same rows as tokens, one further on.
             _hold(x, shard)
         restored.enter_context(replaced(_OverRanks(sharding, mesh, method).attend))
+        _shardings.append(sharding)
+        restored.callback(_shardings.pop)
         # Every caller looks it up there, functions of PyTorch included.
         restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]
@@ -99,8 +104,9 @@ def context_parallel(
 def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
     """All rows in their order, on every rank, of results from within ``context_parallel``, as PyTorch's does it.
 
-    For the default sharding, which it works out from the number of rows: that costs a collective and a wait. ``gather``
-    takes any sharding, and does not have to ask. No gradient goes through it.
+    It asks all ranks for their number of rows, which costs a collective and a wait. Within ``context_parallel`` the
+    sharding of the context serves as many rows as it has. Elsewhere, and for other numbers of rows, the default one
+    does. ``gather`` takes any sharding, and does not have to ask. No gradient goes through it.
 
     Args:
         mesh: as in ``context_parallel``.
@@ -128,7 +134,9 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
     for group in ranks:
         if group is not None:
             dist.all_reduce(rows, group=group)
-    sharding = _balanced(int(rows), ranks.place.size)
+    total, size = int(rows), ranks.place.size
+    of_context = [x for x in _shardings[-1:] if (x.total, x.num_ranks) == (total, size)]
+    sharding = of_context[0] if of_context else _balanced(total, size)
     return [public_functions.gather(x, sharding, mesh, dim=dim) for x, dim in zip(buffers, seq_dims, strict=True)]
 
 

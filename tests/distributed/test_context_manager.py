@@ -129,11 +129,17 @@ def packed_documents() -> None:
         with context_parallel(None, buffers=[mine], buffer_seq_dims=[0], sharding=sharding, method="ring"):
             q, k, v = mine.unbind(1)
             out = attend(q, k, v)
+            # Of as many rows on each rank as the default sharding has.
+            (whole,) = context_parallel_unshard(None, [out], [0])
+            other = torch.arange(30.0)
+            sharded = Sharding.balanced([0, 30], dist.get_world_size(), causal=True).shard(other, rank_of())
+            assert context_parallel_unshard(None, [sharded], [0])[0].equal(other)
             with pytest.raises(ValueError, match=r"cu_seqlens_k: expected those of the sharding, \[0, 30, 30, 47"):
                 flash_attn_varlen_func(q, k, v, offsets, offsets.clamp(max=60), 41, 41)
             with pytest.raises(ValueError, match="cu_seqlens_q: expected the 6 offsets of the sharding, got 2"):
                 flash_attn_varlen_func(q, k, v, offsets[-2:], offsets[-2:], 41, 41)
-        torch.testing.assert_close(gather(out, sharding), expected, rtol=0, atol=1e-10)
+        for found in (whole, gather(out, sharding)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def calls_by_pytorch() -> None:
