@@ -28,7 +28,7 @@ def test_edges(name: str) -> None:
 @pytest.mark.slow
 def test_seqused_beyond_its_slot_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts for the slot's rows: gradients and out have the same bits as with their number."""
-    call = random_call([33, 0, 20], [40, 5, 30], packed=True, nheads=1, head_dim=64, seqused=False, dtype=torch.float16)
+    call = random_call([33, 0, 20], [40, 5, 30], nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
     slots, beyond = (torch.tensor(x, dtype=torch.int32) for x in ([33, 0, 20], [200, 5, 1000]))
     fits = dataclasses.replace(call, seqused_q=slots, seqused_k=torch.tensor([40, 5, 30], dtype=torch.int32))
     more = dataclasses.replace(call, seqused_q=beyond, seqused_k=beyond + 200)

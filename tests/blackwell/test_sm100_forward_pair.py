@@ -35,7 +35,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     ),
 }
 
-RARE = "d256-causal-gqa", "d256-packed", "d192-dv128-window"
+RARE = "d256-causal-gqa", "d256-packed", "d256-no-keys", "d192-dv128-window"
 
 
 @pytest.mark.parametrize("case", tiered(CASES, "d192-dv128-everything", rare=RARE))

@@ -9,6 +9,7 @@ import torch
 
 from flash_attn_cute import BlockMask
 from tests.lib.checks import drawn, random_call
+from tests.lib.interpreted.common import B300, EVERYTHING
 from tests.lib.interpreted.forward import check
 from tests.lib.masks import with_block_mask
 from tests.lib.tiers import tiered
@@ -52,12 +53,16 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-causal": ([300], [400], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
     "d64-packed": ([150, 0, 260], [200, 100, 140], {"mask": (1, 1, 1), "window_size": (None, 60)}),
     "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1), "causal": True}),
-    "d128-everything": ([150, 1], [200, 0], {"head_dim": 128, "softcap": 5.0, "sink": True, "seqused": True}),
+    "d128-everything": (
+        [150, 1, 260],
+        [200, 0, 140],
+        {"head_dim": 128, "mask": (1, 1, 1), "window_size": (90, 60), "softcap": 5.0, "sink": True, "seqused": True},
+    ),
     "d256-by-batch": ([60, 200], [140, 80], {"head_dim": 256, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
 }
 
 
-@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared", rare=["d128-causal"]))
+@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared", rare=["d128-causal", "d64-packed"]))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
@@ -80,17 +85,17 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
         [140],
         {"packed": False, "head_dim": 128, "bias": (0, 1, 1), "bias_layout": "transposed"},
     ),
-    "d64-everything": (
+    "d128-everything": (
         [140, 1],
         [200, 0],
-        {"bias": (1, 1, 1), "mask": (1, 1), "softcap": 5.0, "sink": True, "seqused": True, "window_size": (90, 20)},
+        {"head_dim": 128, "bias": (1, 1, 1), "mask": (1, 1), **EVERYTHING},
     ),
     "d256-float16": ([70], [200], {"packed": False, "head_dim": 256, "bias": (1, 1), "dtype": torch.float16}),
     "d64-keys": ([140], [150], {"packed": False, "bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced"}),
 }
 
 
-@pytest.mark.parametrize("case", tiered(BIASES, rare=["d256-float16", "d64-keys"]))
+@pytest.mark.parametrize("case", tiered(BIASES, rare=["d128", "d64-packed-float32", "d256-float16", "d64-keys"]))
 def test_biases(case: str, fuzz_seconds: float) -> None:
     """Biases of any layout and alignment, NaN behind them; -inf hides, and a row may have lowest numbers alone."""
     lengths_q, lengths_k, options = BIASES[case]
@@ -109,7 +114,7 @@ def test_biases(case: str, fuzz_seconds: float) -> None:
 
 @pytest.mark.slow
 def test_bias_beside_a_block_mask() -> None:
-    call = random_call(
-        [300], [280], packed=False, head_dim=128, nheads=1, bias=(1, 1, 1), softcap=3.0, dtype=torch.bfloat16
-    )
-    check(with_block_mask(call, random.Random(1), "causal"), random.Random(0))
+    """In float32, by the kernel of a B300, which is that of a B200 but for its target: neither has polynomials."""
+    options: dict[str, Any] = {"packed": False, "head_dim": 128, "nheads": 1, "dtype": torch.bfloat16}
+    call = random_call([300], [280], bias=(1, 1, 1), bias_dtype=torch.float32, **options)
+    check(with_block_mask(call, random.Random(1), "causal"), random.Random(0), capability=B300)

@@ -1,4 +1,4 @@
-"""Residuals of Blackwell's forward kernels, and delta of out with them, executed on the CPU from their PTX."""
+"""Blackwell's out in float32, its residuals, and delta of out with them, executed on the CPU from their PTX."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import counters
 from tests.lib import oracle
-from tests.lib.checks import gradients, random_call
+from tests.lib.checks import bitwise_equal, gradients, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.common import B200, as_given
 from tests.lib.residuals import assert_restored
@@ -20,20 +20,25 @@ CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
     "d64": ([150], False, {"head_dim": 64, "packed": False, "dtype": torch.float16}),
     "d96-packed": ([40, 0, 130], False, {"head_dim": 96, "head_dim_v": 72, "causal": True, "sink": True}),
     "d128": ([140], False, {"head_dim": 128, "packed": False, "causal": True}),
+    "d192": ([140], False, {"head_dim": 192, "packed": False, "causal": True}),
+    "d192-dv128-packed": ([40, 0, 130], False, {"head_dim": 192, "head_dim_v": 128}),  # O has no place but that of Q
     "pair-d256": ([140], True, {"head_dim": 256, "packed": False}),
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, rare=["d64", "d128"]))
+@pytest.mark.parametrize("case", tiered(CASES, rare=["d64", "d96-packed", "d128"]))
 def test_residuals_are_what_rounding_has_lost(case: str) -> None:
-    """Against the out in float32 that parts of a call over ranks have."""
+    """Against the out in float32 that parts of a call over ranks have, and whose rounding is out else."""
     lengths, by_pairs, options = CASES[case]
-    call = random_call(lengths, lengths, **{"dtype": torch.bfloat16, "nheads": 2, **options})
+    call = random_call(lengths, lengths, **{"dtype": torch.bfloat16, "nheads": 2, "nheads_k": 1, **options})
     rounded, wide = (
         forward.results_of(call, random.Random(0), None, None, by_pairs=by_pairs, capability=B200, asked=asked)
         for asked in ({"precise_gradients": True}, {"wide": True})
     )
     assert rounded.residual is not None
+    assert wide.out.dtype == torch.float32
+    assert bitwise_equal(wide.out.to(rounded.out.dtype), rounded.out)
+    assert bitwise_equal(wide.lse, rounded.lse)
     real = call.real_rows()[0]
     assert_restored(rounded.out[real], rounded.residual[real], wide.out[real])
 
