@@ -197,10 +197,12 @@ def attend(
     band: dict[str, Any] = {"causal": causal or pattern.is_causal, "window_size": (side, side)}
     offsets: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     where: dict[str, Any] = {}
+    names = _NAMES
     if any(x is not None for x in offsets):
         _check_offsets(*offsets, attention_mask=attention_mask)
     elif rows is not None and rows.sequences is not None:
         starts_k, lengths_k, starts_q, lengths_q = rows.sequences.unbind(1)
+        names = names | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "position_ids or attention_mask")
         where = {"seqused_q": lengths_q[:-1], "seqused_k": lengths_k[:-1]}
         offsets = (starts_q, starts_k, rows.longest, rows.longest if q.shape[1] == k.shape[1] else k.shape[1])
     if offsets[0] is not None:
@@ -215,7 +217,7 @@ def attend(
         where |= {"max_seqlen_q": offsets[2], "max_seqlen_k": offsets[3]}
         given: dict[str, Any] = {**where, **options, **band}
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        out = api.call(api.flash_attn_varlen_func, _NAMES, *packed, **given)
+        out = api.call(api.flash_attn_varlen_func, names, *packed, **given)
         return out.unflatten(0, q.shape[:2]), None
     if rows is None and attention_mask is not None:
         band = {}  # a mask in memory is all that hides keys
@@ -223,7 +225,7 @@ def attend(
     selected = _selected(module, indices, block_indices, q, k)
     if selected is not None:
         mask = selected if mask is None else mask & selected
-    names = _NAMES if position_bias is None else _NAMES | {"bias": "position_bias"}
+    names = names if position_bias is None else names | {"bias": "position_bias"}
     return api.call(api.flash_attn_func, names, q, k, v, mask=mask, bias=bias, **options, **band), None
 
 

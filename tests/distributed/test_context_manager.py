@@ -264,6 +264,21 @@ def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message:
     assert buffers == [x.shape for x in given.get("buffers", ()) if isinstance(x, Tensor)]
 
 
+def test_models_that_find_documents_by_themselves() -> None:
+    """The error names what the model was given, and not the offsets that were made of it."""
+    register()
+    sizes = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="flash_attn_cute")
+    ids, positions = torch.zeros(1, 7, dtype=torch.int64), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    message = "position_ids or attention_mask: expected the 2 offsets of the sharding, got 3; within context_parallel"
+    with (
+        context_parallel(None, buffers=[ids, positions], buffer_seq_dims=[1, 1]),
+        pytest.raises(ValueError, match=message),
+    ):
+        model(ids, position_ids=positions, use_cache=False)
+
+
 def test_offsets_in_place_of_a_sharding() -> None:
     x, offsets = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
     call: Any = context_parallel_attn_varlen_func
