@@ -117,8 +117,8 @@ def seqused_of(real: Tensor) -> Tensor:
         if real.is_floating_point() or real.is_complex():
             raise TypeError(f"real: expected a bool mask or integer lengths, got {real.dtype}")
         check_layout("real", real)
-        if real.dtype == torch.int64:  # what int32 has not stays out of range, instead of another length
-            real = real.clamp(-1, 2**31 - 1)
+        if real.dtype != torch.int32:  # what int32 has not stays out of range, instead of another length
+            real = real.long().clamp(-1, 2**31 - 1)
         return real.to(torch.int32)
     _check_mask("real", real)
     if _is_read(real) and (real[:, 1:] > real[:, :-1]).any():

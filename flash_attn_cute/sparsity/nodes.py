@@ -440,11 +440,19 @@ class Function(Node):
 
     def elements(self, blocks: Blocks) -> Tensor:
         """Maps the function by one vmap a dimension, as it may reduce tensors that it looks up."""
-        run = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
+        run = torch.vmap(self._element, in_dims=(None, None, None, 0))
         run = torch.vmap(run, in_dims=(None, None, 0, None))
-        visible = torch.vmap(run)(*blocks.entry_and_head(self), blocks.queries, blocks.keys)
+        return torch.vmap(run)(*blocks.entry_and_head(self), blocks.queries, blocks.keys)
+
+    def _element(self, *where: Tensor) -> Tensor:
+        """Whether a score is visible, as vmap maps it."""
+        visible: Any = self.mask_mod(*where)
+        if not isinstance(visible, Tensor):
+            raise TypeError(f"mask_mod: expected a function that gives a bool tensor, got {type(visible).__name__}")
         if visible.dtype != torch.bool:
-            raise TypeError(f"mask_mod: expected a function that gives a bool, got {visible.dtype}")
+            raise TypeError(f"mask_mod: expected a function that gives a bool tensor, got {visible.dtype}")
+        if visible.ndim:
+            raise ValueError(f"mask_mod: expected a function that gives a 0-d tensor, got shape {tuple(visible.shape)}")
         return visible
 
 

@@ -159,7 +159,17 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
         (
             lambda: BlockMask.from_function(lambda b, h, q, k: q - k, 3, 3).build(),
             TypeError,
-            "mask_mod: expected a function that gives a bool, got torch.int64",
+            "mask_mod: expected a function that gives a bool tensor, got torch.int64",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda b, h, q, k: True, 3, 3).build(),  # type: ignore[arg-type, return-value]
+            TypeError,
+            "mask_mod: expected a function that gives a bool tensor, got bool",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda b, h, q, k: (q >= k)[None], 3, 3).build(),
+            ValueError,
+            "mask_mod: expected a function that gives a 0-d tensor, got shape (1,)",
         ),
         (lambda: BlockMask.from_dense(MAP.float()), TypeError, "mask: expected a bool tensor, got torch.float32"),
         (

@@ -336,6 +336,8 @@ def test_lengths_beyond_int32_are_no_other_lengths() -> None:
     with pytest.raises(ValueError, match="seqused_q: expected 0 to 7 rows for sequence 1, got 2147483647"):
         flash_attn_func(q, q, q, seqused_q=lengths)
     assert seqused_of(torch.tensor([3, -(2**32) + 3])).tolist() == [3, -1]
+    for beyond, dtype in ((2**31 + 3, torch.uint32), (2**32 + 3, torch.uint64)):
+        assert seqused_of(torch.tensor([3, beyond], dtype=dtype)).tolist() == [3, 2**31 - 1]
 
 
 @pytest.mark.usefixtures("_settings_reread")
