@@ -44,6 +44,17 @@ def multiple_of(unit: int, text: str) -> int:
     return value
 
 
+def existing_file(text: str) -> Path:
+    """The path of a file.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none.
+    """
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
+    return Path(text)
+
+
 def make_folder(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
     """Makes a folder for results, if there is none; ends the command, by the option's name, if it cannot be made."""
     try:

@@ -121,17 +121,15 @@ def too_many(counts: dict[str, int]) -> dict[str, int]:
     return {room: places for room, places in counts.items() if places > ALLOWED.get(room, 0)}
 
 
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
-    return Path(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the places of the files that are named, or the counts of all rooms. Returns the exit code."""
+    from flash_attn_cute.command_line import existing_file  # imports PyTorch, without which the rest of it does
+
     parser = argparse.ArgumentParser("python -m tools.prose", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("paths", nargs="*", type=_file, metavar="PATH", help="files to check, instead of all rooms")
+    parser.add_argument(
+        "paths", nargs="*", type=existing_file, metavar="PATH", help="files to check, instead of all rooms"
+    )
     paths = parser.parse_args(arguments).paths
     if paths:
         places = [place for path in paths for place in check(path)]

@@ -12,6 +12,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+import torch
+
 
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line."""
@@ -31,8 +33,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line asks; returns the exit code."""
-    chosen = parser().parse_args(arguments)
+    top = parser()
+    chosen = top.parse_args(arguments)
     first, *rest = chosen.command
+    if first == "-m" and not rest:
+        top.error("argument command: expected a module behind -m")
+    if not torch.cuda.is_available():
+        top.error("expected a Hopper GPU, and PyTorch sees none")
     if first == "pytest":  # its plugin does what is done here, in every worker
         options = [f"--sm100-jitter-us={chosen.jitter_us}", f"--sm100-limit-s={chosen.limit_s}"]
         options += ["--sm100-b300"] if chosen.b300 else []

@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import lab.lint
+from flash_attn_cute.command_line import existing_file
 from lab.lint import lint
 
 
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lab.lint", description=lab.lint.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=existing_file)
     count = 0
     for path in parser.parse_args(arguments).files:
         for finding in lint(path.read_text()):
