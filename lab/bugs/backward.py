@@ -214,7 +214,7 @@ BACKWARD: Bugs = {
             "a commit stands ahead of the last product that it is about",
             _OF_S[3].moved_behind(commits(MMA, "scores.full")),
             "d64",
-            frozenset({MMA}),
+            PRODUCTS_LAG,
         ),
         Bug(
             "tensor memory is freed while others may still read it",

@@ -236,7 +236,7 @@ FORWARD: Bugs = {
             "a commit stands ahead of the last product that it is about",
             _OF_S[3].moved_behind(commits(MMA, "scores.full+0")),
             "d64",
-            frozenset({MMA}),
+            PRODUCTS_LAG,
         ),
         no_branch(
             "Q is given back behind the first block of keys, not the last",
@@ -251,7 +251,7 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong bytes": (
-        wrong_bytes("half the bytes of K are expected", "k.full", 8192, "d64"),
+        wrong_bytes("half the bytes of K are expected", "k.full", 8192, "d64", LOADS_LAG),
         no_bytes("no bytes of V are expected", PRODUCER, "v.full", "d64", LOADS_LAG, lint="expected-bytes"),
         Bug(
             "Q signals the barrier of K",

