@@ -50,8 +50,13 @@ class Offsets(NamedTuple):
 
     cu_seqlens: Tensor  # (documents + 1,), int32. Padding at the end of an entry is a document, too
     seqused: Tensor | None  # (documents,), int32: the rows of each document, 0 for padding; None if no row is padding
-    longest: int  # an upper bound of a document's rows
+    bound: Tensor  # (longest,); of a mask that is a global or a module's attribute, Dynamo takes sizes alone for variable
     are_short: bool  # documents are so short that lists are faster
+
+    @property
+    def longest(self) -> int:
+        """An upper bound of a document's rows."""
+        return self.bound.shape[0]
 
     @classmethod
     def of(cls, ids: Tensor) -> Offsets | None:
@@ -79,7 +84,8 @@ class Offsets(NamedTuple):
         # A power of two, as calls with the same bound share plans and compiled programs.
         bound = min(1 << (longest - 1).bit_length() if longest else 1, ids.shape[1])
         are_short = count * _LEAST_ROWS > ids.numel()
-        return cls(cu_seqlens.int(), None if seqused is None else seqused.int(), bound, are_short)
+        cu_seqlens = cu_seqlens.int()
+        return cls(cu_seqlens, None if seqused is None else seqused.int(), cu_seqlens[:1].expand(bound), are_short)
 
 
 def _conjuncts(node: Node) -> list[Node]:

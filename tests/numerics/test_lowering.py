@@ -215,6 +215,29 @@ def test_compiled() -> None:
     assert counter.frame_count == 2
 
 
+class Layer(torch.nn.Module):
+    """Has its mask as an attribute, of which Dynamo takes numbers for constants."""
+
+    mask: BlockMask
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attends as the mask says."""
+        return attend(x, x, x, self.mask)
+
+
+def test_documents_of_other_lengths_in_a_module() -> None:
+    """Neither their number nor the bound on their lengths compiles anew, once both have changed."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    layer = Layer()
+    step = torch.compile(layer, backend=counter, fullgraph=True)
+    for rows in (512, 256, 128, 200, 1024):
+        layer.mask = BlockMask.documents(torch.arange(1024)[None] // rows).build()
+        x = torch.randn(1, 1024, 1, 8)
+        torch.testing.assert_close(step(x), layer(x), rtol=0, atol=0)
+    assert counter.frame_count == 2
+
+
 def test_windows_are_made_in_compiled_functions() -> None:
     """They need nothing of what has to be built before."""
     torch._dynamo.reset()
