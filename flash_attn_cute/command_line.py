@@ -55,6 +55,12 @@ def existing_file(text: str) -> Path:
     return Path(text)
 
 
+def picture(text: str) -> Path:
+    """The path of a picture, whose suffix names its format: PNG if there is none."""
+    path = Path(text)
+    return path if path.suffix else path.with_name(f"{path.name}.png")
+
+
 def make_folder(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
     """Makes a folder for results, if there is none; ends the command, by the option's name, if it cannot be made."""
     try:

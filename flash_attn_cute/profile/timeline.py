@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn_cute.command_line import picture
 from flash_attn_cute.profile import workload
 from flash_attn_cute.profile.machine import Unavailable, require_gpu
 from flash_attn_cute.profile.workload import Workload
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/profiles/timeline.png"), help="the picture's file (%(default)s)"
+        "--out", type=picture, default=Path("build/profiles/timeline.png"), help="the picture's file (%(default)s)"
     )
     parser.add_argument("--trace", type=Path, help="draw this trace, and record nothing")
     parser.add_argument(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute.command_line import positive
+from flash_attn_cute.command_line import picture, positive
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -73,8 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("--seed", type=int, default=0, help="of a random mask (%(default)s)")
     plot.add_argument("--order", choices=launch_orders.NAMES, default="default", help="of launches (%(default)s)")
     plot.add_argument("--against", choices=launch_orders.NAMES, help="another order, for a moving picture of both")
-    plot.add_argument("--out", type=Path, default=Path("mask.png"), help="the picture's file (%(default)s)")
+    plot.add_argument("--out", type=picture, help="the picture's file (mask.png, or mask.gif with --against)")
     options = parser.parse_args(arguments)
+    if options.out is None:
+        options.out = Path("mask.png" if options.against is None else "mask.gif")
+    if options.against is not None and options.out.suffix != ".gif":
+        parser.error(f"argument --out: expected a .gif with --against, got {options.out}")
     try:
         mask = MASKS[options.mask](options).with_order(options.order)
         if options.against is None:

@@ -73,6 +73,7 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
             "argument --document: expected a number, 1 or more",
         ),
         ("flash_attn_cute.sparsity", "plot causal --seqlen 0", "argument --seqlen: expected a number, 1 or more"),
+        ("flash_attn_cute.sparsity", "plot causal --against spt --out a.png", "argument --out: expected a .gif with"),
     ],
 )
 def test_wrong_arguments(
@@ -103,6 +104,23 @@ def test_what_the_package_refuses(
     given = [str(tmp_path / "picture.nope") if argument == "OUT" else argument for argument in arguments]
     assert _main_of(command)(given) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("flash_attn_cute.sparsity", ("plot", "causal", "--seqlen", "256")),
+        ("flash_attn_cute.profile", ("timeline", *WORKLOAD, "--calls", "1")),
+    ],
+)
+def test_pictures_are_where_the_command_says(
+    command: str, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matplotlib appends a suffix to names that have none."""
+    pytest.importorskip("matplotlib")
+    assert _main_of(command)([*arguments, "--out", str(tmp_path / "picture")]) == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/picture.png\n")
+    assert (tmp_path / "picture.png").exists()
 
 
 def test_modules_with_a_command_line_run_as_commands() -> None:
