@@ -40,7 +40,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 Result: TypeAlias = Any
 
 _UNBOUNDED = (-1, -1)
-_NAMES = {"return_lse": "return_attn_probs"}
+_NAMES = {"return_lse": "return_attn_probs", "bias": "alibi_slopes"}
 # Names of arguments that hold several others.
 _KV = {"k": "kv", "v": "kv"}
 QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}

@@ -24,6 +24,7 @@ from flash_attn_cute.distributed import (
     gather,
     rank_of,
 )
+from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations.transformers import register
 from flash_attn_cute.integrations.varlen import varlen_attn
 from tests.lib import ranks
@@ -188,6 +189,7 @@ def what_is_refused() -> None:
             ("attn_mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, bias)),
             ("dropout_p: expected 0", lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)),
             ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=BlockMask.causal(rows, rows))),
+            ("alibi_slopes: expected None", lambda: flash_attn.flash_attn_func(x, x, x, alibi_slopes=torch.ones(2))),
             ("precise_gradients: expected False", lambda: flash_attn_func(x, x, x, precise_gradients=True)),
             ("k: expected the 10 rows of rank", lambda: flash_attn_func(x, x[:, 1:], x[:, 1:])),
         ]
