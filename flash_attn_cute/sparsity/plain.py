@@ -50,7 +50,7 @@ class Offsets(NamedTuple):
 
     cu_seqlens: Tensor  # (documents + 1,), int32. Padding at the end of an entry is a document, too
     seqused: Tensor | None  # (documents,), int32: the rows of each document, 0 for padding; None if no row is padding
-    bound: Tensor  # (longest,); of a mask that is a global or a module's attribute, Dynamo takes sizes alone for variable
+    bound: Tensor  # (longest,): Dynamo takes sizes of a module's attribute for variable, but not its numbers
     are_short: bool  # documents are so short that lists are faster
 
     @property
