@@ -95,7 +95,7 @@ def thd_attention(
         if x.ndim != 3:
             raise ValueError(f"{name}: expected shape (rows, heads, d), got shape {tuple(x.shape)}")
     for name, x in offsets.items():
-        if x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x):
+        if x.ndim != 1 or x.shape != cu_seqlens_q.shape or x.shape[0] == 0:
             raise ValueError(f"{name}: expected shape (batch + 1,), that of cu_seqlens_q, got shape {tuple(x.shape)}")
     queries, keys = (
         _Sequences(

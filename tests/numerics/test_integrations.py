@@ -291,6 +291,19 @@ def test_compiled() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_thd_exported_for_any_number_of_sequences() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+            return te.thd_attention(q, k, v, cu_q, cu_k)
+
+    few, many = (
+        (*torch.randn(3, 9, 2, 8), offsets(x), offsets(y)) for x, y in (([4, 5], [2, 7]), ([3, 2, 4], [6, 0, 3]))
+    )
+    sizes = tuple({0: torch.export.Dim.AUTO} for _ in few)
+    layer = torch.export.export(Layer(), few, dynamic_shapes=sizes).module()
+    torch.testing.assert_close(layer(*many), Layer()(*many))
+
+
 def test_sdpa_compiled_for_any_batch_beside_a_mask_of_one() -> None:
     """Sizes are numbers in the mask, and symbols in the tensors beside it."""
     q, mask = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 1, 5, 5)
