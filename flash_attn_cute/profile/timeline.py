@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
-    except ValueError as error:  # of a call that the package does not serve
+    except (ValueError, torch.OutOfMemoryError) as error:  # of a call that the package or the GPU cannot serve
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     shown = [span for span in spans if span.stop > options.start and span.start < options.stop]

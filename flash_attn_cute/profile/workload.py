@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for.
 
     Returns:
-        The exit code: 1 for a call that the package does not serve, 2 where the machine lacks what it takes.
+        The exit code: 1 for a call that the package does not serve or that the GPU has no memory for, 2 where the
+        machine lacks what it takes.
     """
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_cute.profile workload",
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, torch.OutOfMemoryError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +109,13 @@ def test_command_lines_of_two_checkouts_that_are_refused(
     with pytest.raises(SystemExit, match="2"):
         trees.main([argument.format(tmp_path=tmp_path, old=checkouts[0]) for argument in arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["trees", "report", "harness", "work", "suites/attention"])
+def test_processes_of_older_checkouts_find_what_they_import(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import this checkout's benchmarks beside a package that need not have the types of arguments."""
+    monkeypatch.setitem(sys.modules, "flash_attn_cute.command_line", None)
+    assert runpy.run_path(str(trees.ROOT / "benchmarks" / f"{module}.py"), run_name="imported")
 
 
 def test_a_process_imports_the_package_of_its_checkout(checkouts: Checkouts) -> None:

@@ -282,6 +282,18 @@ def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert message.endswith("pip install cuda-bindings\n")
 
 
+@pytest.mark.parametrize("tool", ["workload", "timeline"])
+def test_a_workload_that_is_too_large_is_refused(
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(workload, "step", fail)
+    assert __main__.main([tool, "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == f"python -m flash_attn_cute.profile {tool}: CUDA out of memory\n"
+
+
 @pytest.mark.parametrize("arguments", [["--heads", "0"], ["--documents", "4,0"], ["--seqlen", "-3"]], ids=str)
 def test_workload_refuses_what_is_not_positive(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
