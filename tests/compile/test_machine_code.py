@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_c
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from tests.lib.compiled import check_before_and_after, machine_code
 from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED
-from tests.lib.tiers import compiled
+from tests.lib.tiers import compiled, tiered
 
 
 def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
@@ -41,6 +39,7 @@ CONFIGS = {
     "d192-dv128": config(192, 128, right=True),
     **{f"d{d}-wide": config(d, wide=True, packed=True, right=True) for d in (64, 128, 256)},
     "float16": config(128, dtype="float16"),
+    "d192-dv128-everything": config(192, 128, **EVERYTHING),
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-max-logits": config(d, right=True, max_logits=True) for d in HEAD_DIMS},
     **{f"d{d}-max-logits-group": config(d, group=8, max_logits=True, **EVERYTHING) for d in (64, 128, 256)},
@@ -51,13 +50,14 @@ CONFIGS = {
         if (d, name) != (64, "softcap")  # spills 16 bytes in masked blocks; 96 keys would change the bits of out
     },
     "d128-max-logits-block-mask": config(128, block_mask=True, intervals=True, max_logits=True),
-    "d64-max-logits-bias": config(64, bias=True, paired_bias=True, max_logits=True),
+    "d64-max-logits-bias": config(64, right=True, bias=True, paired_bias=True, max_logits=True),
     **{f"d{d}-residual": config(d, right=True, residual=True) for d in HEAD_DIMS},
     **{f"d{d}-residual-group": config(d, group=8, residual=True, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-bias": config(d, bias=True, paired_bias=True) for d in HEAD_DIMS},
     **{f"d{d}-tiled-bias": config(d, **TILED) for d in HEAD_DIMS},
     # With max_logits d = 64 spills 24 bytes; 96 keys would change the bits of out.
     **{f"d{d}-tiled-bias-causal": config(d, right=True, **TILED) for d in (64, 128)},
+    "d128-tiled-bias-softcap": config(128, right=True, softcap=True, **TILED),
     **{f"d{d}-tiled-bias-window": config(d, left=True, right=True, softcap=True, **TILED) for d in HEAD_DIMS},
     **{f"d{d}-tiled-bias-mask": config(d, mask=True, uniform_mask=True, **TILED) for d in (64, 128, 256)},
     **{f"d{d}-tiled-bias-block-mask": config(d, block_mask=True, intervals=True, **TILED) for d in HEAD_DIMS},
@@ -79,7 +79,10 @@ CONFIGS = {
         f"d{d}-block-mask-float32-bias": config(d, block_mask=True, bias=True, float32_bias=True, softcap=True)
         for d in (64, 128, 256)
     },
-    **{f"d{d}-block-mask-strided-bias": config(d, block_mask=True, bias=True, strided_bias=True) for d in (96, 192)},
+    **{
+        f"d{d}-block-mask-strided-bias": config(d, block_mask=True, intervals=True, bias=True, strided_bias=True)
+        for d in (96, 192)
+    },
 }
 
 
@@ -124,9 +127,8 @@ def test_a_row_of_a_bias_leaves_ctas_persistent(float32_bias: bool, right: bool)
 
 _HALF_BLOCKS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "softcap": {"softcap": True, "sink": True, "max_logits": True},
+    "softcap": {"softcap": True, "sink": True, "max_logits": True, "residual": True},
     "wide": {"wide": True, "max_logits": True},
-    "residual": {"residual": True},
 }
 HALF_BLOCKS = {
     f"d{d}-{name}": config(d, block_mask=True, half_blocks=True, **options)
@@ -167,15 +169,14 @@ BACKWARD_CONFIGS = {
     "d64-left": backward(64, left=True),
     "d64-packed-left": backward(64, left=True, packed=True, seqused_q=True, seqused_k=True, dlse=True),
     "d128-grouped": backward(128, right=True, packed=True, grouped=True),
-    "float16": backward(128, dtype="float16"),
     "d64-long": backward(64, keys=8192),
     "d128-long": backward(128, keys=8192),
     "d128-long-grouped": backward(128, keys=8192, grouped=True, dlse=True),
     "d128-causal-unordered": backward(128, right=True),
     "d128-deterministic": backward(128, deterministic=True),
-    "d256-float16": backward(256, dtype="float16"),
     "d192-dv128": backward(192, 128, right=True),
     "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
+    "d192-dv128-padded": backward(192, 128, deterministic=True, dlse=True, packed=True, seqused_q=True, seqused_k=True),
     "d192-dv64-packed": backward(192, 64, packed=True),
     "d256-everything-unordered": backward(256, **BACKWARD_EVERYTHING | {"deterministic": False}),
     **{f"d{d}-bias": backward(d, bias=True) for d in HEAD_DIMS},
@@ -193,13 +194,18 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-wide": backward(d, wide=True, packed=True, right=True, deterministic=True) for d in (64, 128, 256)},
     **{f"d{d}-wide-grouped": backward(d, wide=True, packed=True, grouped=True) for d in (128, 256)},
     "d192-dv128-wide": backward(192, 128, wide=True, packed=True),
+    "d192-dv128-wide-mask": backward(192, 128, wide=True, packed=True, mask=True),
     # Residuals are for the preprocessing kernel alone, which has no other features than these.
-    **{f"d{d}-residual": backward(d, residual=True) for d in HEAD_DIMS},
+    **{f"d{d}-residual-float16": backward(d, dtype="float16", residual=True) for d in HEAD_DIMS},
     **{f"d{d}-residual-causal": backward(d, right=True, packed=True, residual=True) for d in (64, 128)},
     "d128-residual-grouped": backward(128, right=True, grouped=True, deterministic=True, residual=True),
     "d128-dbias": backward(128, bias=True, dbias=True),
     **{f"d{d}-tiled-bias": backward(d, bias=True, tiled_bias=True, dbias=True) for d in (64, 96, 128)},
-    "d128-tiled-bias-mask": backward(128, bias=True, tiled_bias=True, dbias=True, mask=True),
+    **{
+        f"d{d}-tiled-bias-mask": backward(d, bias=True, tiled_bias=True, dbias=True, dlse=True, mask=True)
+        for d in (64, 128)
+    },
+    "d64-dbias": backward(64, bias=True, dbias=True, dlse=True, deterministic=True),
     "d128-tiled-bias-causal": backward(
         128, bias=True, tiled_bias=True, dbias=True, dlse=True, right=True, deterministic=True
     ),
@@ -208,6 +214,7 @@ BACKWARD_CONFIGS = {
         for d in (64, 128)
     },
     "d128-strided-bias": backward(128, bias=True, strided_bias=True),
+    "d128-strided-float32-bias": backward(128, bias=True, strided_bias=True, float32_bias=True),
     **{f"d{d}-row-of-a-bias": backward(d, bias=True, uniform_bias=True, float32_bias=True) for d in (64, 128)},
 }
 OF_CTAS, OF_CLUSTERS = (
@@ -238,8 +245,14 @@ SPILLING = {
 }
 
 
-def test_spills_that_are_known(chosen: BackwardConfig, tmp_path: Path) -> None:
-    kernels = machine_code(chosen, tmp_path, dict(SPILLING.values())[chosen])
+# CI compiles one of each kernel, and one that reads lists.
+SPILLING_IN_CI = {"d128-bias-grouped", "d64-block-mask", "d256-bias-everything"}
+
+
+@pytest.mark.parametrize("case", tiered(SPILLING, rare=SPILLING.keys() - SPILLING_IN_CI, values=True))
+def test_spills_that_are_known(case: tuple[BackwardConfig, int], tmp_path: Path) -> None:
+    chosen, spilled = case
+    kernels = machine_code(chosen, tmp_path, spilled)
     (sass,) = kernels["BackwardCta" if chosen.tile_d <= 128 else "BackwardCluster"]
     assert "STL" in sass, "no longer: move it to those without spills"
 
@@ -279,8 +292,9 @@ _OF_HALF_BLOCKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": True},
     "grouped": {"grouped": True},
-    "wide": {"wide": True},
-    "deterministic": {"deterministic": True, "dlse": True},
+    "softcap-grouped": {"softcap": True, "grouped": True},
+    "wide": {"wide": True, "dlse": True},
+    "deterministic": {"deterministic": True},
     "everything": {"deterministic": True, "softcap": True, "grouped": True},
 }
 OF_HALF_BLOCKS = {
@@ -354,6 +368,7 @@ def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path
 BIAS_GRADIENT_CONFIGS = {
     **{f"d{d}": bias_gradient_config("bfloat16", d, d, Features(bias=True)) for d in HEAD_DIMS},
     "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_bias=True)),
+    "d256-strided": bias_gradient_config("float16", 256, 256, Features(bias=True, strided_bias=True)),
     "d64-split": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
     "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True)),
     "d128-block-mask": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, block_mask=True)),
@@ -373,36 +388,20 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
 
 
-# By test: its configurations, and those that a plain run compiles.
-COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "test_compiled_code": (CONFIGS, ("d128-causal",)),
-    "test_half_blocks": (HALF_BLOCKS, ()),
-    "test_spills_that_are_known": ({name: c for name, (c, _) in SPILLING.items()}, ()),
-    "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
-    "test_backward_of_half_blocks": (OF_HALF_BLOCKS, ()),
-    "test_backward_with_stored_ds": (WITH_STORED_DS, ()),
-    "test_compiled_cluster_backward": (OF_CLUSTERS, ()),
-    "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, ()),
+# By test: its configurations, those that a plain run compiles, and those that interpreted calls compile, too.
+COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "test_compiled_code": (CONFIGS, ("d128-causal",), ("d192-dv128-everything",)),
+    "test_half_blocks": (HALF_BLOCKS, (), ()),
+    "test_compiled_backward": (OF_CTAS, ("d128-grouped",), ("d64-tiled-bias-mask", "d128-bias-of-keys")),
+    "test_backward_of_half_blocks": (OF_HALF_BLOCKS, (), ()),
+    "test_backward_with_stored_ds": (WITH_STORED_DS, (), ("d128-softcap-grouped",)),
+    "test_compiled_cluster_backward": (OF_CLUSTERS, (), ("d256-everything-unordered",)),
+    "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, (), ("d64-split",)),
 }
-
-
-# Head dimensions at which CI compiles kernels with each pair of features: registers are fewest there.
-TIGHTEST = {128, 256}
-
-
-def few_of(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """All of the tightest head dimension, and each other set of sizes with as many features as there are."""
-    tightest = max(TIGHTEST & {c.tile_d for c in cases.values()}, key=[c.tile_d for c in cases.values()].count)
-    by_sizes: dict[Any, list[str]] = defaultdict(list)
-    for name, c in cases.items():
-        by_sizes[dataclasses.replace(c, features=Features(), dtype="")].append(name)
-    count = {name: sum(dataclasses.astuple(c.features)) for name, c in cases.items()}
-    chosen = {max(names, key=lambda name: count[name]) for names in by_sizes.values()}
-    return {name: c for name, c in cases.items() if c.tile_d == tightest or name in chosen}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """CI compiles few of them."""
-    cases, quick = COMPILED.get(metafunc.function.__name__, (None, ()))
+    cases, quick, shared = COMPILED.get(metafunc.function.__name__, (None, (), ()))
     if cases is not None:
-        metafunc.parametrize("chosen", compiled(metafunc.config, cases, *quick, few=few_of(cases)))
+        metafunc.parametrize("chosen", compiled(metafunc.config, cases, *quick, shared=shared))

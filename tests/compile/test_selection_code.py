@@ -34,14 +34,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "d128-block128": {"block": 128, "group": 2},
     "group1": {"group": 1, "right": True, "max_logits": True},
     "group4": {"group": 4, **dict.fromkeys(("packed", "right", "softcap", "sink", "max_logits"), True)},
-    "group64": {"group": 64, "right": True},
+    "d192-group64": {"d": 192, "group": 64, "right": True},
     **{f"everything-block{block}": {"block": block, "dtype": "float16", **_EVERYTHING} for block in (16, *BLOCKS)},
     **{
         f"d{d}-block16-group{group}": {"d": d, "block": 16, "group": group, "right": d == 128 and group == 16}
         for d in HEAD_DIMS
         for group in (1, 16)
     },
+    "d64-one-head": {"d": 64, "group": 1, "dtype": "float16"},
     "d64-dv128": {"d": 64, "d_v": 128},
+    "d192-dv256-window": {
+        **{"d": 192, "d_v": 256, "group": 2},
+        **dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "sink"), True),
+    },
     **{f"d{d}-dv{d_v}": {"d": d, "d_v": d_v, "block": 128} for d, d_v in ((192, 128), (192, 256), (256, 192))},
     "d256-everything": {"d": 256, "dtype": "float16", **_EVERYTHING},
 }
@@ -63,12 +68,14 @@ def test_compiled_code(chosen: SelectionConfig, tmp_path: Path) -> None:
 _BACKWARD_EVERYTHING = dict.fromkeys((*_FEATURES, "dlse"), True)
 BACKWARD_CONFIGS: dict[str, dict[str, Any]] = {
     **{f"d{d}": {"d": d, "dlse" if d % 128 else "right": True} for d in HEAD_DIMS},
-    **{f"group{group}": {"group": group} for group in (1, 64)},
+    "group64": {"group": 64},
     "group4": {"group": 4, **dict.fromkeys(("packed", "right", "softcap", "dlse"), True)},
+    "d64-one-head": {"d": 64, "group": 1, "dtype": "float16", "dlse": True},
     **{
         f"d{d}-everything": {"d": d, "dtype": "float16" if d % 128 else "bfloat16", **_BACKWARD_EVERYTHING}
         for d in HEAD_DIMS
     },
+    "d256-everything-float16": {"d": 256, "dtype": "float16", **_BACKWARD_EVERYTHING},
     **{f"d{d}-block16": {"d": d, "block": 16, "right": d > 64} for d in HEAD_DIMS},
     "d192-block16": {"d": 192, "block": 16, "group": 4, "right": True, "dlse": True},
     **{
@@ -100,10 +107,10 @@ def test_compiled_backward(chosen: SelectionBackwardConfig, tmp_path: Path) -> N
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """CI compiles few of them."""
-    passes: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
-        "test_compiled_code": (selection_config, CONFIGS),
-        "test_compiled_backward": (selection_backward_config, BACKWARD_CONFIGS),
+    passes: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]], tuple[str, ...]]] = {
+        "test_compiled_code": (selection_config, CONFIGS, ("group4", "d64-one-head", "d192-dv256-window")),
+        "test_compiled_backward": (selection_backward_config, BACKWARD_CONFIGS, ("d192-block16", "d64-one-head")),
     }
-    made, cases = passes[metafunc.function.__name__]
+    made, cases, shared = passes[metafunc.function.__name__]
     configs = {name: _config(made, **options) for name, options in cases.items()}
-    metafunc.parametrize("chosen", compiled(metafunc.config, configs))
+    metafunc.parametrize("chosen", compiled(metafunc.config, configs, shared=shared))

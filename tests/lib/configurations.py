@@ -64,12 +64,14 @@ def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradien
 # Configurations, one for each way in which the schedule of a main kernel (``kernels.schedule``) differs. Most are among
 # those whose machine code CI looks at, or that it interprets, too.
 DESCRIBED: dict[str, Any] = {
-    "sm90-forward": sm90_forward("bfloat16", 128, 128, Features()),
+    "sm90-forward": sm90_forward("float16", 128, 128, Features()),
     "sm90-forward-causal": sm90_forward("bfloat16", 128, 128, Features(right=True)),
-    "sm90-forward-bias": sm90_forward("bfloat16", 64, 64, Features(bias=True, paired_bias=True)),
+    "sm90-forward-bias": sm90_forward(
+        "bfloat16", 64, 64, Features(bias=True, paired_bias=True, right=True, max_logits=True)
+    ),
     "sm90-forward-tiled-bias": sm90_forward("bfloat16", 64, 64, Features(bias=True, tiled_bias=True)),
     "sm90-forward-tiled-bias-causal": sm90_forward(
-        "bfloat16", 128, 128, Features(bias=True, tiled_bias=True, right=True)
+        "bfloat16", 128, 128, Features(bias=True, paired_bias=True, tiled_bias=True, right=True, softcap=True)
     ),
     "sm90-forward-bias-row": sm90_forward(
         "bfloat16", 128, 128, Features(bias=True, uniform_bias=True, float32_bias=True)
@@ -81,29 +83,34 @@ DESCRIBED: dict[str, Any] = {
     "sm90-forward-group": sm90_forward("bfloat16", 128, 128, Features(**EVERYTHING), group=8),
     "sm90-backward": sm90_backward("bfloat16", 128, 128, Features()),
     "sm90-backward-tiled-bias": sm90_backward("bfloat16", 128, 128, Features(bias=True, tiled_bias=True, dbias=True)),
+    "sm90-backward-bias": sm90_backward(
+        "bfloat16", 64, 64, Features(bias=True, dbias=True, dlse=True, deterministic=True)
+    ),
     "sm90-backward-one-k": sm90_backward("bfloat16", 128, 128, Features(bias=True, grouped=True)),
     "sm90-backward-transposed": sm90_backward("bfloat16", 128, 128, Features(grouped=True, dlse=True), keys=LONG),
     "sm90-backward-halves-dV": sm90_backward("bfloat16", 64, 64, Features(dlse=True), keys=LONG),
-    "sm90-backward-ordered": sm90_backward("bfloat16", 128, 128, Features(right=True, deterministic=True)),
-    "sm90-backward-fixed-point": sm90_backward(
-        "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
-    ),
+    "sm90-backward-ordered": sm90_backward("bfloat16", 128, 128, Features(**BACKWARD_EVERYTHING)),
+    "sm90-backward-fixed-point": sm90_backward("bfloat16", 64, 64, Features(block_mask=True, deterministic=True)),
     "sm90-backward-half-blocks": sm90_backward("bfloat16", 128, 128, Features(block_mask=True, half_columns=True)),
     "sm90-backward-half-blocks-fixed-point": sm90_backward(
-        "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, deterministic=True, softcap=True, grouped=True)
+        "bfloat16", 64, 64, Features(block_mask=True, half_columns=True, deterministic=True)
     ),
     "sm90-backward-stored-ds": sm90_backward(
         "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True)
     ),
     "sm90-backward-stored-ds-wide": sm90_backward(
-        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True)
+        "bfloat16", 128, 128, Features(block_mask=True, half_columns=True, stored_ds=True, wide=True, dlse=True)
     ),
     "sm90-backward-cluster": sm90_backward("bfloat16", 256, 256, Features()),
-    "sm90-backward-cluster-ordered": sm90_backward("bfloat16", 192, 128, Features(**BACKWARD_EVERYTHING)),
-    "sm90-bias-gradient": sm90_bias_gradient("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-backward-cluster-ordered": sm90_backward(
+        "bfloat16", 192, 128, Features(packed=True, seqused_q=True, seqused_k=True, dlse=True, deterministic=True)
+    ),
+    "sm90-bias-gradient": sm90_bias_gradient(
+        "bfloat16", 64, 64, Features(bias=True, mask=True, packed=True, seqused_q=True, seqused_k=True)
+    ),
     "sm90-bias-gradient-strided": sm90_bias_gradient("float16", 256, 256, Features(bias=True, strided_bias=True)),
     "sm90-selection": selection_config("bfloat16", 128, 128, Features(right=True), group=16),
-    "sm90-selection-two-warpgroups": selection_config("bfloat16", 64, 64, Features(), group=16, block=128),
+    "sm90-selection-two-warpgroups": selection_config("bfloat16", 128, 128, Features(), group=2, block=128),
     "sm90-selection-key-bits": selection_config("bfloat16", 128, 128, Features(right=True), group=16, block=16),
     "sm90-selection-wide": selection_config("bfloat16", 256, 256, Features(right=True), group=16),
     "sm90-selection-backward": selection_backward_config("bfloat16", 128, 128, Features(right=True), group=16),
@@ -111,21 +118,21 @@ DESCRIBED: dict[str, Any] = {
         "float16", 256, 256, Features(**SELECTION_EVERYTHING), group=16
     ),
     "sm90-column-sums": column_sums_config("bfloat16", 128, 128, Features(right=True)),
-    "sm90-column-sums-wide": column_sums_config("float16", 256, 256, Features(packed=True)),
+    "sm90-column-sums-wide": column_sums_config("bfloat16", 256, 256, Features(right=True)),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
     "sm100-forward-O-in-Q": chosen(192, 128, packed=True, right=True),
     "sm100-forward-block-mask": chosen(128, block_mask=True),
-    "sm100-forward-pair": forward_pair(192, 128, target=B300, **EVERYTHING),
+    "sm100-forward-pair": forward_pair(192, 128, dtype="float16", **EVERYTHING),
     "sm100-forward-pair-one-part": forward_pair(256, 256),
     "sm100-backward": backward(64, packed=True, right=True),
-    "sm100-backward-mask-bias": backward(128, bias=True, mask=True, **BACKWARD_EVERYTHING | MASKED),
+    "sm100-backward-block-mask-bias": backward(128, block_mask=True, bias=True, dbias=True, dlse=True, grouped=True),
     "sm100-backward-d192-dv128": backward(192, 128),
     "sm100-backward-two-pass": backward(256, **BACKWARD_EVERYTHING),
-    "sm100-backward-pair": pair(packed=True, target=B300),
+    "sm100-backward-pair": pair(**BACKWARD_EVERYTHING),
     "sm100-backward-pair-d192-dv128": pair(192),
     "sm100-backward-pair-two-pass-d192": pair(192, 192),
     "sm100-backward-pair-two-pass": pair(256, 256, **BACKWARD_EVERYTHING),
-    "sm100-bias-gradient": bias_gradient(128, strided_bias=True, dtype="float16"),
+    "sm100-bias-gradient": bias_gradient(128),
     "sm100-bias-gradient-one-stage": bias_gradient(256, block_mask=True),
 }

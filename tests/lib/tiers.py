@@ -34,33 +34,38 @@ def tiered(cases: Mapping[str, Any], *quick: str, rare: Collection[str] = (), va
 
 
 def compiled(
-    config: pytest.Config, cases: Mapping[str, Any], *quick: str, few: Mapping[str, Any] | None = None
+    config: pytest.Config,
+    cases: Mapping[str, Any],
+    *quick: str,
+    few: Mapping[str, Any] | None = None,
+    shared: Collection[str] = (),
 ) -> list[Any]:
     """Parameters of a test that compiles kernels: all with ``--all-configurations``, else a covering of few.
 
-    It begins with configurations that are compiled for their schedules, too.
+    It begins with configurations that are compiled for their schedules, or for interpreted calls, too.
 
     Args:
         config: of the run.
         cases: configurations of kernels, by name.
         quick: names of those that a plain ``pytest`` compiles.
         few: those of which CI takes a covering; all by default.
+        shared: names of those that interpreted calls compile anyway.
     """
     if config.getoption("--all-configurations"):
         return tiered(cases, *quick, values=True)
     few, described = few or cases, set(DESCRIBED.values())
-    first = [name for name, c in few.items() if name in quick or c in described]
+    first = [name for name, c in few.items() if name in quick or name in shared or c in described]
     return tiered(covering(few, first), *quick, values=True)
 
 
 def covering(cases: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, Any]:
-    """Few configurations that have all sizes of tiles, and all values of each feature, that the given ones have.
+    """Few configurations that have all values of each size of tiles, and of each feature, that the given ones have.
 
     Args:
         cases: configurations of kernels, by name.
         first: names of those that are wanted in any case.
     """
-    facts = {name: _sizes_and_features(c) for name, c in cases.items()}
+    facts = {name: _facts(c) for name, c in cases.items()}
     chosen = list(first)
     missing = set().union(*facts.values()).difference(*(facts[name] for name in chosen))
     while missing:
@@ -69,9 +74,8 @@ def covering(cases: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, A
     return {name: c for name, c in cases.items() if name in chosen}
 
 
-def _sizes_and_features(config: Any) -> set[Any]:
-    """A configuration's sizes of tiles, and each of its features, and of its other fields, with its value."""
+def _facts(config: Any) -> set[Any]:
+    """Each feature of a configuration, and each other field, with its value."""
     fields = dataclasses.asdict(config)
     features = fields.pop("features")
-    sizes = tuple(value for name, value in fields.items() if name.startswith("tile_"))
-    return {(type(config), fact) for fact in (sizes, *features.items(), *fields.items())}
+    return {(type(config), *fact) for fact in (*features.items(), *fields.items())}
