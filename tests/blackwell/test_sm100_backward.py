@@ -188,14 +188,14 @@ def test_wide_gradients_are_what_is_rounded_else(
     [
         (100, 300, False, {"head_dim": 64}),
         pytest.param(65, 140, False, {"head_dim": 192, "nheads_k": 1}, marks=pytest.mark.rare),
-        (100, 300, True, {"head_dim": 128, "nheads_k": 1, "causal": True}),
+        (100, 300, True, {"head_dim": 128, "nheads": 3, "nheads_k": 1, "causal": True}),
         pytest.param(65, 300, True, {"head_dim": 192, "head_dim_v": 128, "nheads_k": 1}, marks=pytest.mark.rare),
         (65, 270, True, {"head_dim": 256, "nheads": 1}),
     ],
     ids=["d64", "d192", "pairs", "pairs-d192-dv128", "pairs-d256"],
 )
 def test_schedules_give_the_same_bits(queries: int, keys: int, by_pairs: bool, options: dict[str, Any]) -> None:
-    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""
+    """Several tiles of keys add to each block of dQ, and three heads' to dK and dV, by one CTA or pair, or several."""
     call = random_call([queries], [keys], packed=False, **{"nheads": 2, "dtype": torch.bfloat16, **options})
     out, lse = oracle.attention(call.to(torch.float64))
     dout, dlse = poisoned_dout(call, out.to(call.q.dtype)), torch.randn(lse.shape) if call.causal else None

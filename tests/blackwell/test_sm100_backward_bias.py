@@ -51,13 +51,27 @@ OWN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128": ([150], [260], {"head_dim": 128, "bias": (1, 1)}),
     "d64-causal-sliced": ([140], [201], {"bias": (1, 1, 1), "bias_layout": "sliced", "causal": True, "nheads": 2}),
     "d64-grouped": ([100, 100], [130, 130], {"bias": (1, 1, 1, 1), "nheads": 4, "nheads_k": 1}),
-    "d192-dv128-window": ([70], [140], {"head_dim": 192, "head_dim_v": 128, "bias": (1, 1), "window_size": (20, 30)}),
+    "d192-dv128-everything": (
+        [70, 0, 20],
+        [140, 7, 90],
+        {
+            "head_dim": 192,
+            "head_dim_v": 104,
+            **EVERYTHING,
+            "softcap": 0.0,
+            "packed": True,
+            "nheads": 2,
+            "nheads_k": 1,
+            "bias": (1, 1, 1),
+            "bias_layout": "transposed",
+        },
+    ),
     "d256-float16": ([70], [141], {"head_dim": 256, "bias": (1, 1), "dtype": torch.float16, "sink": True}),
     "d64-packed": ([150, 0, 60], [130, 7, 140], {"packed": True, "bias": (1, 1, 1), "bias_layout": "transposed"}),
 }
 
 
-@pytest.mark.parametrize("case", tiered(OWN, rare=["d64-causal-sliced", "d64-grouped"]))
+@pytest.mark.parametrize("case", tiered(OWN, rare=["d128", "d64-causal-sliced", "d64-grouped", "d64-packed"]))
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = OWN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -67,8 +81,19 @@ def test_own_biases(case: str, fuzz_seconds: float) -> None:
         assert not backend.plans
 
 
+# Calls of which both kernels are executed, that of the bias's gradient in one test and the main one in another.
+BOTH: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d64-packed-keys": ([150, 0, 60], [130, 7, 140], {"packed": True, "bias": (1, 0, 1), "causal": True}),
+    "d256-everything": (
+        [70, 1],
+        [130, 3],
+        {"bias": (1, 0, 1, 1), "bias_dtype": torch.float32, "head_dim": 256, **EVERYTHING, "nheads": 2, "nheads_k": 1},
+    ),
+}
+
+
 # Of any other shape, layout and dtype, without a gradient.
-GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = BOTH | {
     "d64-keys": ([140], [150], {"bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced", "nheads": 2}),
     "d128-everything": (
         [100, 1, 30],
@@ -85,7 +110,10 @@ GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(GIVEN, rare=["d64-grouped"]))
+RARE_GIVEN = "d128-everything", "d64-grouped", "d192-everything", "d64-blind-transposed"
+
+
+@pytest.mark.parametrize("case", tiered(GIVEN, rare=RARE_GIVEN))
 def test_given_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = GIVEN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -93,7 +121,7 @@ def test_given_biases(case: str, fuzz_seconds: float) -> None:
         call = drawn_call(lengths_q, lengths_k, **options)
         assert call.bias is not None
         call.bias.requires_grad_(False)
-        check(call, Interpreted(draw), through_lse=count % 2 == (0 if "everything" in case else 1))
+        check(call, Interpreted(draw), through_lse=count % 2 == (1 if "blind" in case else 0))
 
 
 # Beside a mask, some of whose blocks are hidden and others whole, or a block mask: whether both kernels are executed.
@@ -101,7 +129,20 @@ MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
     "d64-own": ([200], [300], {"bias": (1, 1, 1), "mask": (1, 1), "window_size": (150, None)}, True),
     "d128-own-block-mask": ([200], [300], {"bias": (1, 1, 1), "head_dim": 128, "nheads": 2, "nheads_k": 1}, True),
     "d256-block-mask": ([200], [300], {"bias": (1, 1), "head_dim": 256, "nheads": 2}, False),
-    "d64-everything": ([150, 1], [200, 0], {"bias": (1, 0, 1), "mask": (1, 1), **EVERYTHING, "nheads": 1}, True),
+    "d128-everything": (
+        [150, 1],
+        [200, 0],
+        {
+            "packed": True,
+            "head_dim": 128,
+            "bias": (1, 0, 1),
+            "mask": (1, 1, 1),
+            **EVERYTHING,
+            "nheads": 2,
+            "nheads_k": 1,
+        },
+        True,
+    ),
     "d64-packed": (
         [150, 0, 60],
         [200, 7, 140],
@@ -120,37 +161,37 @@ def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
         if call.mask is None:
             call = with_block_mask(call, draw)
         else:
-            call.mask[..., :128, 128:256], call.mask[..., :128, :128] = False, True
+            call.mask[..., :140, 128:256], call.mask[..., :140, :128] = False, True
         if runs_both:
             check_all(call, WithGradient(draw), through_lse=count % 2 == 0)
         else:
             check_dbias(call, WithGradient(draw, is_alone=True))
 
 
-# Others have a kernel of their own, which adds up what the bias was broadcast over; the last number is that of SMs.
-SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
-    "d64-batch": ([140, 140], [150, 150], {"bias": (1, 1, 1), "nheads": 2}, 2),
-    "d128-keys-uniform": ([140], [150], {"bias": (1, 0, 1), "head_dim": 128, "nheads": 2}, 2),
-    "d64-queries": ([140], [150], {"bias": (1, 1, 0), "nheads": 2, "nheads_k": 1}, 2),
-    "d64-number": ([140], [150], {"bias": (), "window_size": (30, 20)}, 2),
-    "d64-softcap-transposed": ([140], [150], {"bias": (1, 1), "softcap": 5.0, "bias_layout": "transposed"}, 2),
-    "d128-float32-split": ([70] * 4, [80] * 4, {"bias": (1, 1), "bias_dtype": torch.float32, "head_dim": 128}, 2),
-    "d64-packed-keys": ([150, 0, 60], [130, 7, 140], {"packed": True, "bias": (1, 0, 1), "causal": True}, 2),
-    "d64-everything": ([140, 1], [200, 3], {"bias": (1, 1, 1), "nheads_k": 1, "nheads": 2, **EVERYTHING}, 2),
-    "d64-padded-batch": ([140, 30], [60, 200], {"bias": (1, 1, 1), "seqused": True, "causal": True}, 2),
-    "d256-float16": ([70, 70], [141, 141], {"head_dim": 256, "bias": (1, 1), "dtype": torch.float16}, 2),
+# Others have a kernel of their own, which adds up what the bias was broadcast over.
+SHARED: dict[str, tuple[list[int], list[int], dict[str, Any]]] = BOTH | {
+    "d64-batch": ([140, 140], [150, 150], {"bias": (1, 1, 1), "nheads": 2}),
+    "d128-keys-uniform": ([140], [150], {"bias": (1, 0, 1), "head_dim": 128, "nheads": 2}),
+    "d64-queries": ([140], [150], {"bias": (1, 1, 0), "nheads": 2, "nheads_k": 1}),
+    "d64-number": ([140], [150], {"bias": (), "bias_dtype": torch.float32}),
+    "d64-transposed": ([140], [150], {"bias": (1, 1), "bias_layout": "transposed", "nheads": 2}),
+    "d64-split": ([70] * 4, [80] * 4, {"bias": (1, 1)}),
+    "d128-float32-split": ([70] * 4, [80] * 4, {"bias": (1, 1), "bias_dtype": torch.float32, "head_dim": 128}),
+    "d64-everything": ([140, 1], [200, 3], {"bias": (1, 1, 1), "nheads_k": 1, "nheads": 2, **EVERYTHING}),
+    "d64-padded-batch": ([140, 30], [60, 200], {"bias": (1, 1, 1), "seqused": True, "causal": True}),
+    "d256-float16": ([70, 70], [141, 141], {"head_dim": 256, "bias": (1, 1), "dtype": torch.float16}),
 }
 
 
-RARE_SHARED = "d64-padded-batch", "d256-float16"
+RARE_SHARED = "d128-keys-uniform", "d128-float32-split", "d64-everything", "d64-padded-batch", "d256-float16"
 
 
 @pytest.mark.parametrize("case", tiered(SHARED, "d64-queries", rare=RARE_SHARED))
 def test_shared_biases(case: str, fuzz_seconds: float) -> None:
-    lengths_q, lengths_k, options, num_sms = SHARED[case]
+    lengths_q, lengths_k, options = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        backend = WithGradient(draw, num_sms, is_alone=True)
+        backend = WithGradient(draw, is_alone=True)
         check_dbias(drawn_call(lengths_q, lengths_k, **options), backend)
         (plan,) = backend.plans
         assert plan.config.split == case.endswith("split")
