@@ -179,7 +179,11 @@ def attend(
         ValueError: an argument of the wrong shape, device or value, or one that is not supported.
     """
     _refuse(dropout=dropout, cache=cache, output_attentions=output_attentions, **others)
-    check_tensors(query=query, key=key, value=value)
+    optional = {"attention_mask": attention_mask, "s_aux": s_aux, "position_bias": position_bias}
+    optional |= {"indices": indices, "block_indices": block_indices}
+    qkv = {"query": query, "key": key, "value": value}
+    check_tensors(**qkv, **{name: x for name, x in optional.items() if x is not None})
+    _check_shapes(qkv)
     batch = max(query.shape[0], key.shape[0])
     q, k, v = (_rows_first(x, batch) for x in (query, key, value))
     rows = Rows.read(attention_mask)
@@ -255,6 +259,21 @@ def _refuse(dropout: float, cache: object, output_attentions: bool | None, **oth
             )
 
 
+def _check_shapes(qkv: dict[str, Tensor]) -> None:
+    """Checks the dimensions of query, key and value, and that a batch is one entry or that of the others.
+
+    Raises:
+        ValueError: another number of dimensions, or another batch.
+    """
+    for name, x in qkv.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected shape (batch, heads, rows, d), got shape {tuple(x.shape)}")
+    batch = max(qkv["query"].shape[0], qkv["key"].shape[0])
+    for name, x in qkv.items():
+        if x.shape[0] != 1 and x.shape[0] != batch:
+            raise ValueError(f"{name}: expected a batch of 1 or {batch}, got shape {tuple(x.shape)}")
+
+
 def _rows_first(x: Tensor, batch: int) -> Tensor:
     """(batch, heads, rows, d) as (batch, rows, heads, d), the last dimension contiguous; one entry stands for all."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -281,10 +300,13 @@ def _side(sliding_window: int | None, pattern: Pattern) -> int | None:
     """How far a query sees at most by what the layer says, and by what its mask says.
 
     Raises:
+        TypeError: a sliding_window that is no int.
         ValueError: a sliding_window of no keys.
     """
     if sliding_window is None:
         return pattern.window
+    if not isinstance(sliding_window, int):
+        raise TypeError(f"sliding_window: expected None or an int, got {sliding_window!r}")
     if sliding_window < 1:
         raise ValueError(f"sliding_window: expected None or at least 1, got {sliding_window}")
     side = sliding_window - 1
@@ -323,12 +345,11 @@ def _mask_and_bias(
     """Turns tensors over all scores into arguments of ours.
 
     Raises:
-        TypeError: an attention_mask that is no tensor, or of integers.
+        TypeError: an attention_mask of integers.
         ValueError: an attention_mask that has not four dimensions.
     """
     bias, mask = position_bias, None
     if attention_mask is not None:
-        check_tensors(attention_mask=attention_mask)
         if attention_mask.ndim != 4:
             raise ValueError(
                 "attention_mask: expected None or four dimensions (a padding mask of two is for the model, which makes "

@@ -324,9 +324,9 @@ def test_gradient_checkpointing_and_compiling() -> None:
 
 def call(**options: Any) -> Any:
     q = torch.randn(2, 4, 6, 8)
-    given = {"attention_mask": None, **options}
+    given: dict[str, Any] = {"query": q, "key": q, "value": q, "attention_mask": None, **options}
     layer: Any = SimpleNamespace(is_causal=True)
-    return ours.attend(layer, q, q, q, **given)
+    return ours.attend(layer, **given)
 
 
 def of_causal(**more: Any) -> Tensor:
@@ -392,6 +392,31 @@ def test_refused(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_offsets_come_together(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"key": torch.zeros(4, 6, 8)},
+            ValueError,
+            r"key: expected shape \(batch, heads, rows, d\), got shape \(4, 6, 8\)",
+        ),
+        (
+            {"value": torch.zeros(3, 4, 6, 8)},
+            ValueError,
+            r"value: expected a batch of 1 or 2, got shape \(3, 4, 6, 8\)",
+        ),
+        ({"attention_mask": {"full_attention": None}}, TypeError, "attention_mask: expected a torch.Tensor, got dict"),
+        ({"s_aux": 0.0}, TypeError, "s_aux: expected a torch.Tensor, got float"),
+        ({"position_bias": []}, TypeError, "position_bias: expected a torch.Tensor, got list"),
+        ({"indices": [0]}, TypeError, "indices: expected a torch.Tensor, got list"),
+        ({"sliding_window": 4.0}, TypeError, "sliding_window: expected None or an int, got 4.0"),
+    ],
+)
+def test_wrong_types_and_shapes_of_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call(**options)
 
