@@ -65,7 +65,10 @@ def name(identity: dict[str, Any]) -> str:
 
 def sources_unchanged() -> bool:
     """Whether the files from which kernels are compiled are still those that the process started with."""
-    return _hash_sources() == _SOURCES
+    try:
+        return _hash_sources() == _SOURCES
+    except OSError:  # some are gone: the package is being replaced
+        return False
 
 
 def hash_of(files: Iterable[Path]) -> str:

@@ -360,6 +360,8 @@ def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (package / "kernels/new.py").unlink()
     (package / "kernels/common/blocks.py").rename(package / "kernels/common/walks.py")
     assert not key.sources_unchanged()
+    shutil.rmtree(package)
+    assert not key.sources_unchanged()
 
     monkeypatch.undo()
     name = key.name(key.identity(CONFIG))
