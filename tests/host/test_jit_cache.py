@@ -143,6 +143,19 @@ def test_forks_collect_garbage_while_the_parent_compiles() -> None:
     assert status == 0
 
 
+def test_forks_do_not_hold_the_locks_of_their_parents(tmp_path: Path) -> None:
+    """Others would wait for a child that outlives a parent which was killed while it compiled."""
+    with disk.Folder(tmp_path / "kernels") as folder, folder.lock("0" * 64):
+        (lock,) = (tmp_path / "kernels").iterdir()
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(path.exists() and path.samefile(lock) for path in Path("/proc/self/fd").iterdir()))
+        _, status = os.waitpid(child, 0)
+        with disk.Folder(tmp_path / "kernels") as other, other.try_lock("0" * 64) as is_held:
+            assert is_held is False
+    assert status == 0
+
+
 def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cache.kernel(CONFIG)
     assert cache.kernel(CONFIG) is first
