@@ -60,10 +60,10 @@ def test_tests_leave_the_users_folder_alone() -> None:
 
 @pytest.mark.slow
 def test_processes_compile_once(tmp_path: Path) -> None:
-    """The others wait for the one that does, those that come later find the kernel, and all have the same one."""
-    processes = [start(PROCESS, tmp_path / "kernels") for _ in range(3)]
+    """The other waits for the one that does, one that comes later finds the kernel, and all have the same one."""
+    processes = [start(PROCESS, tmp_path / "kernels") for _ in range(2)]
     outcomes = [outcome(process) for process in processes]
-    assert sorted(each.compiles for each in outcomes) == [0, 0, 1]
+    assert sorted(each.compiles for each in outcomes) == [0, 1]
     later = outcome(start(PROCESS, tmp_path / "kernels"))
     assert later.compiles == 0
     assert later.seconds < 0.5
