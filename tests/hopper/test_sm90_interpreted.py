@@ -20,10 +20,11 @@ from tests.lib.masks import spread
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
+PACKED: dict[str, Any] = {"packed": True, "nheads_k": 1, **EVERYTHING}
 FORWARD: dict[str, dict[str, Any]] = {
     "d128-causal": {"head_dim": 128, "causal": True},
     "d128": {"head_dim": 128, "dtype": torch.float16},
-    "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
+    "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, **PACKED},
     "d64-bias": {"bias": (1, 1)},  # by TMA, as the next one
     "d128-bias": {"bias": (1, 1, 1), "head_dim": 128, "causal": True, "softcap": 2.0},
     "d64-bias-sliced": {"bias": (1, 1), "bias_layout": "sliced"},
@@ -33,8 +34,8 @@ FORWARD: dict[str, dict[str, Any]] = {
 MAX_LOGITS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "negative-scale": {"causal": True, "softmax_scale": -0.3},
-    "grouped": {"nheads": 4, "nheads_k": 1, "packed": True},
-    "d128-softcap-window": {"head_dim": 128, "softcap": 2.0, "window_size": (90, 20)},
+    "grouped": {"nheads": 4, "nheads_k": 1, "packed": True, "softcap": 2.0, "window_size": (90, 20)},
+    "d128": {"head_dim": 128},
     "mask": {"mask": (1, 1)},
     "bias": {"bias": (1, 1), "causal": True},
 }
@@ -47,15 +48,15 @@ EXTREME_ROWS: dict[str, Callable[[int], Tensor]] = {
 }
 BACKWARD: dict[str, dict[str, Any]] = {
     "d64": {},
-    "d128-packed": {"head_dim": 128, "packed": True, "nheads_k": 1, **EVERYTHING},
+    "d128-packed": {"head_dim": 128, **PACKED},
     # Biases whose gradients are what the kernel computes: by TMA, in tiles or not; and sums of it.
     "d64-bias": {"bias": (1, 1), "nheads": 1, "mask": (1, 1)},
-    "d128-bias": {"bias": (1, 1), "nheads": 1, "head_dim": 128, "causal": True},
-    "d128-bias-grouped": {"bias": (1, 1, 1), "nheads_k": 1, "head_dim": 128},
+    "d128-bias": {"bias": (1, 1, 1), "nheads_k": 1, "head_dim": 128, "causal": True},
     "d64-bias-sliced": {"bias": (1, 1), "nheads": 1, "bias_layout": "sliced"},
     "d64-bias-of-heads": {"bias": (1, 1)},
     "d128-bias-of-keys": {"bias": (1,), "head_dim": 128},
-    "d256-cluster": {"head_dim": 256, "nheads_k": 1, "causal": True},
+    "d192-dv128-cluster": {"head_dim": 192, "head_dim_v": 128, "packed": True, "seqused": True, "deterministic": True},
+    "d256-cluster": {"head_dim": 256, **PACKED},
 }
 
 
@@ -72,10 +73,15 @@ def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
     return random_call(queries, keys, **given | options)
 
 
+def lengths(options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Numbers of queries and keys; the longest of packed sequences is not the first."""
+    return ([20, 130], [70, 200]) if options.get("packed") else ([130], [200])
+
+
 def with_row(bias: Tensor) -> Call:
-    """A call with one head of queries, and a number for each key that is added to its scores."""
-    call = drawn([100], [len(bias)], bias=(1, 0, 0, 1), nheads=1)
-    return dataclasses.replace(call, bias=bias.view(1, 1, 1, -1))
+    """A call with a number for each key that is added to its scores; the second head has them in reverse order."""
+    call = drawn([100], [len(bias)], bias=(1, 1, 0, 1))
+    return dataclasses.replace(call, bias=torch.stack((bias, bias.flip(0))).view(1, 2, 1, -1))
 
 
 def with_blocks(call: Call, size: int) -> Call:
@@ -87,9 +93,11 @@ def with_blocks(call: Call, size: int) -> Call:
     return dataclasses.replace(call, block_mask=mask, shown=spread(visible, size, size, seqlen_q, seqlen_k))
 
 
-@pytest.mark.parametrize("options", tiered(FORWARD, "d128-causal", values=True))
+@pytest.mark.parametrize(
+    "options", tiered(FORWARD, "d128-causal", rare=["d64-bias", "d128-row-of-a-bias"], values=True)
+)
 def test_forward(options: dict[str, Any]) -> None:
-    forward.check(drawn([130], [200], **options), random.Random(0), capability=H100)
+    forward.check(drawn(*lengths(options), **options), random.Random(0), capability=H100)
 
 
 @pytest.mark.slow
@@ -118,7 +126,7 @@ def test_a_row_of_a_bias_that_is_the_lowest_number(softmax_scale: float) -> None
     )
 
 
-@pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["negative-scale", "mask"], values=True))
+@pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["causal", "negative-scale", "d128", "mask"], values=True))
 def test_max_logits(options: dict[str, Any]) -> None:
     """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)
@@ -129,10 +137,12 @@ def test_max_logits(options: dict[str, Any]) -> None:
     forward.check(call, random.Random(0), capability=H100, max_logits=True)
 
 
-@pytest.mark.parametrize("options", tiered(BACKWARD, rare=["d64-bias-of-heads"], values=True))
+@pytest.mark.parametrize("options", tiered(BACKWARD, rare=["d64", "d64-bias-of-heads"], values=True))
 def test_backward(options: dict[str, Any]) -> None:
-    call = drawn([130], [200], **options)
-    backward.check(call, backward.Interpreted(random.Random(0), capability=H100), through_lse=True)
+    options = dict(options)
+    given = {"deterministic": options.pop("deterministic", False), "capability": H100}
+    call = drawn(*lengths(options), **options)
+    backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
 
 
 @pytest.mark.slow
@@ -143,17 +153,16 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
     backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", LONG_FULL.values(), ids=LONG_FULL)
+@pytest.mark.parametrize("options", tiered(LONG_FULL, rare=["d128-80-queries-in-order"], values=True))
 def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
     options = dict(options)
     given = {"deterministic": options.pop("deterministic", False), "capability": H100, "as_long": True}
-    call = drawn([170], [200], **options)
+    call = drawn([130], [140], **options)
     backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.rare), 128])
 def test_blocks_of_64(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own kernels, which go over halves of blocks; backward the one that has no room for dS."""
     monkeypatch.setattr(plan, "_CELLS", 0)
@@ -178,17 +187,16 @@ def test_sums_in_fixed_point(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lagging", [{3}, {1}, {1, 2}], ids=["signals", "a-store", "stores"])
-def test_turns(lagging: set[int]) -> None:
-    """Ordered additions have the same bits whichever warp lags: one that signals them, or one that makes them."""
+def test_turns() -> None:
+    """Ordered additions have the same bits whichever warp lags: the one that signals them, or one that makes them."""
     call = drawn([300], [400], nheads=1, causal=True)
     found = []
-    for seed in range(2):
+    for lagging in (None, {3}, {1}, {1, 2}):
         torch.manual_seed(1)  # of dO
-        lags = frozenset(lagging) if seed else None
-        backend = backward.Interpreted(random.Random(seed), capability=H100, deterministic=True, lagging=lags)
+        lags = None if lagging is None else frozenset(lagging)
+        backend = backward.Interpreted(random.Random(0), capability=H100, deterministic=True, lagging=lags)
         found.append(backward.check(call, backend))
-    assert all(bitwise_equal(found[1][name], x) for name, x in found[0].items())
+    assert all(bitwise_equal(other[name], x) for other in found[1:] for name, x in found[0].items())
 
 
 @pytest.mark.slow
