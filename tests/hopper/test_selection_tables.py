@@ -161,7 +161,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, "packed", "packed-bits", values=True))
+@pytest.mark.parametrize("case", tiered(CASES, "packed", "packed-bits", rare=["dense-bits"], values=True))
 def test_tables(case: tuple[bool, tuple[int, ...], int]) -> None:
     """Every pick with a visible key is in one item, of its sequence and block, and no other; so are parts of rows."""
     packed, blocks, top = case
