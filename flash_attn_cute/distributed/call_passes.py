@@ -51,6 +51,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def check_backend(backend: str, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+    """Refuses a backend that cannot serve packed calls with such heads, as these come when messages are on their way.
+
+    A rank without rows makes no calls, and would wait for the others.
+
+    Raises:
+        ValueError: it does not exist, or cannot serve them.
+    """
+    q, k, v = (x.new_empty(1, *x.shape[-2:]) for x in (q, k, v))
+    offsets = q.new_empty(2, dtype=torch.int32)  # never read
+    inputs = AttentionInputs(q, k, v, offsets, offsets, None, None, sink, None, None, 1, 1)
+    dispatch.select(AttentionSpec.of(inputs, options), inputs, backend)
+
+
 def forward(
     context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, is_part: bool
 ) -> Results:

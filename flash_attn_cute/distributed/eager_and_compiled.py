@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_cute import settings
 from flash_attn_cute.calls import flat_call
 from flash_attn_cute.distributed import autograd, method_plan, rank_agreement
-from flash_attn_cute.distributed.call_passes import Context, Given, wide
+from flash_attn_cute.distributed.call_passes import Context, Given, check_backend, wide
 from flash_attn_cute.distributed.checked_call import Lengths, PlanRequest, RankCall, check_is_sharding, plan_request
 from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
@@ -55,6 +55,8 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
     def planned() -> tuple[Options, PlanRequest, autograd.Plan]:
         options = checked()
         request = plan_request(call, options, ranks.place)
+        if backend is not None:
+            check_backend(backend, options, call.q, call.k, call.v, call.sink)
         return options, request, method_plan.plan(request, ranks.place, call.q.device)
 
     # Methods see other grids of the ranks, which compare themselves over the same one.

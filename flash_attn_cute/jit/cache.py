@@ -25,6 +25,7 @@ def _begin_as_child() -> None:
     global _lock
     _lock = threading.Lock()
     _resume_collection()
+    disk.close_locks()
 
 
 begin_child_with(_begin_as_child)

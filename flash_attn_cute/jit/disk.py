@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+_locks: set[int] = set()  # descriptors of locks that this process holds or waits for
 _OURS = re.compile(r"(?P<name>[0-9a-f]{64})\.(?P<kind>kernel|verdict|lock|[0-9a-f]{16}\.tmp)")
 
 
@@ -141,6 +142,7 @@ class Folder:
         import fcntl  # which Windows lacks: there only the portable backend serves, which keeps no entries
 
         descriptor = self._open(f"{name}.lock", os.O_RDWR | os.O_CREAT)
+        _locks.add(descriptor)
         try:
             is_held: bool | None = True
             try:
@@ -151,10 +153,12 @@ class Folder:
                 is_held = None
             yield is_held
         finally:
-            # Closing does not unlock where another thread has forked meanwhile: its child has the file open, too.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            if descriptor in _locks:  # not in a child that was forked within
+                # Closing does not unlock where a process that this one has forked has the file open, too.
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                _locks.discard(descriptor)
+                os.close(descriptor)
 
     def entries(self) -> list[Entry]:
         """All entries, the oldest first.
@@ -207,6 +211,12 @@ class Folder:
             return None
         identity, _, code = body.partition(b"\n")
         return identity, code
+
+
+def close_locks() -> None:
+    """Closes the locks that a child of a fork has from its parent: it would hold them after the parent's end."""
+    while _locks:
+        os.close(_locks.pop())
 
 
 def machine_folder() -> Path:

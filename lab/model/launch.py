@@ -138,18 +138,19 @@ def schedule(tiles: Sequence[Tile], workers: int, cost: Cost, hand_over: float |
     most = 1 + max(max(tile.blocks[0], tile.blocks[-1]) for tile in tiles)
     worked = waited = 0.0
     for tile in tiles:
-        start = heapq.heappop(free) + cost.tile
-        took = cost.step * np.arange(1, len(tile.blocks) + 1)
-        done = start + took
+        start, all_steps = heapq.heappop(free) + cost.tile, cost.step * len(tile.blocks)
+        end = start + all_steps
         if hand_over is not None:
+            took = cost.step * np.arange(1, len(tile.blocks) + 1)
             ready = handed.setdefault(tile.head, np.zeros(most))
             begin, stop, stride = tile.blocks.start, tile.blocks.stop, tile.blocks.step
             where = slice(begin, stop if stop >= 0 else None, stride)
             done = took + np.maximum(start, np.maximum.accumulate(ready[where] - took))
             ready[where] = done + hand_over
-        heapq.heappush(free, float(done[-1]))
-        worked += cost.tile + took[-1]
-        waited += float(done[-1]) - start - took[-1]
+            end = float(done[-1])
+        heapq.heappush(free, end)
+        worked += cost.tile + all_steps
+        waited += end - start - all_steps
     return Schedule(max(free), worked / workers, waited / workers)
 
 

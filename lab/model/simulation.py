@@ -55,8 +55,8 @@ class Unit:
         self.free = start + clocks
         if clocks:
             last = self.busy[-1] if self.busy else None
-            if last and last.end == start and (last.who, last.what) == (who, what):
-                self.busy[-1] = last._replace(end=self.free)
+            if last and last.end == start and last.who == who and last.what == what:
+                self.busy[-1] = Interval(who, what, last.start, self.free)
             else:
                 self.busy.append(Interval(who, what, start, self.free))
         return self.free
@@ -183,8 +183,10 @@ class Simulation:
         """Takes clocks of units at the same time, piece by piece, and at least so many clocks in all."""
         begin = self.now
         pieces = max(1, round(max(units.values(), default=0.0) / _PIECE))
+        shares = [(unit, clocks / pieces) for unit, clocks in units.items()]
         for _ in range(pieces):
-            yield max(unit.take(self.now, clocks / pieces, who, what) for unit, clocks in units.items()) - self.now
+            now = self.now
+            yield max([unit.take(now, clocks, who, what) for unit, clocks in shares]) - now
         if self.now < begin + least:
             yield begin + least - self.now
 

@@ -60,7 +60,7 @@ FEW = {
     "d128": chosen(128),
     "d128-causal": chosen(128, right=True),
     "d128-b300": chosen(128, target=B300),
-    "d192-float16": chosen(192, dtype="float16", packed=True),
+    "d192": chosen(192),
     "d192-dv128-packed-causal": chosen(192, 128, packed=True, right=True),
     "d256-everything-b300": chosen(256, target=B300, **EVERYTHING),
     "d128-block-mask": chosen(128, block_mask=True),
@@ -68,10 +68,9 @@ FEW = {
     "d128-mask-everything": chosen(128, mask=True, **MASKED),
     "d128-bias": chosen(128, bias=True, right=True),
     "d192-dv128-wide": chosen(192, 128, wide=True, packed=True),
-    "d64-float32-bias": chosen(64, packed=True, bias=True, float32_bias=True),
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
     "d128-strided-bias": chosen(128, bias=True, strided_bias=True),
-    "d128-max-logits": chosen(128, right=True, max_logits=True),
+    "d64-max-logits": chosen(64, max_logits=True),
     "d64-max-logits-everything": chosen(64, max_logits=True, **EVERYTHING),
     "d128-max-logits-bias": chosen(128, bias=True, right=True, max_logits=True),
     "d64-residual": chosen(64, residual=True),
@@ -132,12 +131,12 @@ FEW_BACKWARD = {
     "d64-intervals": backward(64, block_mask=True, intervals=True, softcap=True),
     "d192-dv128-intervals": backward(192, 128, block_mask=True, intervals=True),
     "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
-    "d192-mask-grouped": backward(192, mask=True, grouped=True),
+    "d192-mask-grouped": backward(192, packed=True, seqused_q=True, seqused_k=True, mask=True, grouped=True),
     "d256-intervals": backward(256, **LISTED_BACKWARD | {"dlse": False}),
     "d256-wide-everything": backward(256, wide=True, **BACKWARD_EVERYTHING),
     "d192-dv128-wide": backward(192, 128, wide=True, packed=True, right=True),
     "pair-wide-everything": pair(wide=True, **BACKWARD_EVERYTHING),
-    "pair-everything": pair(**BACKWARD_EVERYTHING),
+    "pair-causal-grouped": pair(right=True, dlse=True, grouped=True),
     "pair-d192-dv128": pair(192),
     "pair-d192-dv128-packed-causal-float16": pair(192, packed=True, right=True, dtype="float16"),
     "pair-d192-dv128-everything": pair(192, **BACKWARD_EVERYTHING),
@@ -146,7 +145,7 @@ FEW_BACKWARD = {
     "pair-d256-packed-causal-float16": pair(256, 256, packed=True, right=True, dtype="float16"),
     "pair-d256-everything": pair(256, 256, **BACKWARD_EVERYTHING),
     "pair-d192-wide-everything": pair(192, 192, wide=True, **BACKWARD_EVERYTHING),
-    "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
+    "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True, dlse=True),
     "d128-block-mask-dbias": backward(128, block_mask=True, bias=True, dbias=True, dlse=True, grouped=True),
     "d128-dbias": backward(128, bias=True, dbias=True, dlse=True),
     "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
@@ -193,11 +192,11 @@ BIAS_GRADIENTS = {
 
 
 FEW_BIAS_GRADIENTS = {
-    "d64-window-strided": bias_gradient(64, left=True, right=True, strided_bias=True),
-    "d64-mask-everything": bias_gradient(64, mask=True, **MASKED),
-    "d128-float32-split": bias_gradient(128, float32_bias=True, split=True),
-    "d192-dv128-float16": bias_gradient(192, 128, dtype="float16"),
-    "d256-block-mask": bias_gradient(256, block_mask=True),
+    "d64-float32-strided": bias_gradient(64, float32_bias=True, strided_bias=True),
+    "d64-split": bias_gradient(64, split=True),
+    "d128-mask-everything": bias_gradient(128, mask=True, **MASKED),
+    "d192-dv128-block-mask-float16": bias_gradient(192, 128, block_mask=True, dtype="float16"),
+    "d256-everything": bias_gradient(256, float32_bias=True, **EVERYTHING),
 }
 _SIZES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 ALL_BIAS_GRADIENTS = {
@@ -217,7 +216,7 @@ FEW_OF_BOTH_TARGETS = {
     "backward-d64": backward(64),
     "backward-d256": backward(256),
     "backward-pair-d192": pair(192, 192),
-    "bias-gradient": bias_gradient(128),
+    "bias-gradient": bias_gradient(64),
 }
 FEW_OF_BOTH_DTYPES = {"forward": chosen(128), "backward": backward(128)}
 _NAMES = ["everything", "wide", "mask-everything", "float32-bias-everything", "block-mask", "mask"]
@@ -231,7 +230,7 @@ ALL_OF_BOTH_DTYPES = ALL_OF_BOTH_TARGETS | {
     f"forward-{name}": c for name, c in ALL.items() if re.fullmatch(rf".*-(everything|intervals|bias)-{B200}", name)
 }
 # Among the few, those that interpreted calls compile anyway, in the place of others of the same sizes or features.
-SHARED = "d192-float16", "d64-float32-bias", "d192-mask-grouped"
+SHARED = ("d192-mask-grouped",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -33,7 +33,13 @@ from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
 from tests.lib.over_ranks.all_cases import every_case, layers_of_several_windows
 from tests.lib.over_ranks.block_masks import block_masks
-from tests.lib.over_ranks.disagreements import disagreements, meshes_out_of_order, other_gradients, outsiders
+from tests.lib.over_ranks.disagreements import (
+    disagreements,
+    meshes_out_of_order,
+    other_backends,
+    other_gradients,
+    outsiders,
+)
 from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
 from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
 from tests.lib.over_ranks.padded import padded_batch, padded_documents, padded_on_a_gpu
@@ -133,7 +139,12 @@ def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path, fuzz: dict[str, 
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
-    ranks.run([disagreements, other_gradients, outsiders, meshes_out_of_order], 3, tmp_path, FLASH_ATTN_CUTE_CHECK="1")
+    ranks.run(
+        [disagreements, other_gradients, outsiders, meshes_out_of_order, other_backends],
+        3,
+        tmp_path,
+        FLASH_ATTN_CUTE_CHECK="1",
+    )
 
 
 def random_runs(draw: random.Random, length: int) -> list[Run]:

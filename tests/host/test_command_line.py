@@ -15,9 +15,6 @@ WORKLOAD = ("--device", "cpu", "--dtype", "float32", "--seqlen", "4", "--batch",
 
 def _main_of(command: str) -> Callable[[list[str]], int]:
     """The function that a command runs, which is a package or a module."""
-    if command == "examples.pretrain":
-        pytest.importorskip("einops", reason="the example needs it")
-        pytest.importorskip("tqdm", reason="the example needs it")
     module = importlib.import_module(command)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{command}.__main__")

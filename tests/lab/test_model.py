@@ -24,9 +24,11 @@ from lab.model.record import Row, hopper_pass, rows
 from lab.model.simulation import DeadlockError, Needs, Products, Ring, Simulation, Unit
 from lab.model.sm import Kernel, Maker, TileWork
 from lab.model.timeline import picture
+from tests.lib.tiers import tiered
 
 COMMANDS = command_line.commands_of_page()
 QUICK = ("record", "published")
+RARE = ("sensitivity", "changes")  # other constants, and what designs were
 
 SHAPES = {
     "forward": Shape(4, 8192, 16, 128, 128),
@@ -258,7 +260,7 @@ def test_clock() -> None:
     assert H200.clock(0.9) == H200.ghz  # of no gemm is anything known
 
 
-@pytest.mark.parametrize("command", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in COMMANDS])
+@pytest.mark.parametrize("command", tiered(dict.fromkeys(COMMANDS), *QUICK, rare=RARE))
 def test_the_page_has_what_the_command_prints(command: str) -> None:
     """After a new record ``python -m lab.model page`` writes it."""
     printed = command_line.printed(command)

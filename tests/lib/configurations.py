@@ -129,10 +129,10 @@ DESCRIBED: dict[str, Any] = {
     "sm100-backward-block-mask-bias": backward(128, block_mask=True, bias=True, dbias=True, dlse=True, grouped=True),
     "sm100-backward-d192-dv128": backward(192, 128),
     "sm100-backward-two-pass": backward(256, **BACKWARD_EVERYTHING),
-    "sm100-backward-pair": pair(**BACKWARD_EVERYTHING),
+    "sm100-backward-pair": pair(right=True, dlse=True, grouped=True),
     "sm100-backward-pair-d192-dv128": pair(192),
     "sm100-backward-pair-two-pass-d192": pair(192, 192),
     "sm100-backward-pair-two-pass": pair(256, 256, **BACKWARD_EVERYTHING),
-    "sm100-bias-gradient": bias_gradient(128),
-    "sm100-bias-gradient-one-stage": bias_gradient(256, block_mask=True),
+    "sm100-bias-gradient": bias_gradient(128, mask=True, **MASKED),
+    "sm100-bias-gradient-one-stage": bias_gradient(256, float32_bias=True, **EVERYTHING),
 }

@@ -238,19 +238,25 @@ def table(outcomes: dict[tuple[str, str], Outcome]) -> str:
     return "\n".join(lines)
 
 
+def types_by_outcome(text: str) -> dict[str, set[str]]:
+    """The last rows of a table, as ``table`` writes it: what becomes of which model types."""
+    return {what: {*types.split(", ")} for what, types in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)}
+
+
 def on_page() -> str:
     """The table that the page has."""
     text = PAGE.read_text()
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
 
 
-def try_all(only: list[str]) -> dict[tuple[str, str], Outcome]:
-    """The outcomes of all model classes, or those of some types, by family and type."""
+def try_all(only: list[str], every: int = 1) -> dict[tuple[str, str], Outcome]:
+    """The outcomes of all model classes, or those of some types, or of each so-many-th, by family and type."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(50)
     ours.register()
     outcomes = {}
-    for family, (model_type, name) in itertools.chain(*(itertools.product([x], classes(x)) for x in FAMILIES)):
+    of_families = (itertools.product([x], classes(x)) for x in FAMILIES)
+    for family, (model_type, name) in itertools.islice(itertools.chain(*of_families), 0, None, every):
         if not only or model_type in only:
             outcomes[family, model_type] = try_one(model_type, name, family)
     return outcomes

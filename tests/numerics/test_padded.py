@@ -260,12 +260,13 @@ def test_compiled(backend: str) -> None:
 
 def test_compiled_for_other_shapes_and_without_a_bound() -> None:
     torch._dynamo.reset()
-    bounded = torch.compile(lambda m, x: Packing.of(m, x.shape[1] * 2).pack(x), fullgraph=True, dynamic=True)
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    bounded = torch.compile(lambda m, x: Packing.of(m, x.shape[1] * 2).pack(x), dynamic=True, **options)
     for rows in (7, 9, 12):
         mask, x = torch.rand(3, rows) < 0.5, torch.randn(3, rows, 2)
         assert torch.equal(bounded(mask, x), Packing.of(mask, rows * 3).pack(x)[: rows * 2])
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        exact = torch.compile(lambda m, x: Packing.of(m).pack(x), backend="aot_eager", fullgraph=True)
+        exact = torch.compile(lambda m, x: Packing.of(m).pack(x), **options)
         for name in ("holes", "left"):
             x = torch.randn(4, 7, 2)
             assert torch.equal(exact(MASKS[name], x), x[MASKS[name]])

@@ -7,6 +7,7 @@ import transformers
 
 from flash_attn_cute.integrations import transformers as ours
 from tests.lib import transformers_models as models
+from tests.lib.tiers import tiered
 
 ours.register()
 
@@ -51,8 +52,11 @@ def test_the_page_has_all_models() -> None:
     assert "differs" not in page
 
 
-@pytest.mark.slow
-def test_the_table_is_what_becomes_of_them() -> None:
-    outcomes = models.try_all([])
+@pytest.mark.parametrize("every", tiered({"all": 1, "some": 5}, rare=["all"], values=True))
+def test_the_table_is_what_becomes_of_them(every: int) -> None:
+    outcomes = models.try_all([], every)
     assert {x.kind for x in outcomes.values()} <= {"equal", "as sdpa", "refused", "not built"}
-    assert models.table(outcomes) == models.on_page(), "python -m tests.lib.transformers_models writes it"
+    found, page = models.table(outcomes), models.on_page()
+    on_page = models.types_by_outcome(page)
+    assert all(types <= on_page[what] for what, types in models.types_by_outcome(found).items())
+    assert every > 1 or found == page, "python -m tests.lib.transformers_models writes it"

@@ -199,3 +199,17 @@ def meshes_out_of_order() -> None:
         ValueError, match=r"group: expected a mesh of two dim.* in ascending order .* \[\[1\], \[2\], \[0\]\]"
     ):
         rank_of(DeviceMesh("cpu", [[x] for x in order]))
+
+
+def other_backends() -> None:
+    """One that cannot serve a call is refused on all ranks, those without rows as well, and ahead of any message."""
+    rank, heads = dist.get_rank(), dist.get_world_size()
+    rows: Any = [[(0, 0, 7)], [(1, 7, 20), (1, 25, 40)], *[[]] * (heads - 2)]
+    rows[0].append((1, 20, 25))
+    sharding = Sharding((0, 7, 40), 40, rows)
+    x = torch.randn(sharding.num_rows(rank), heads, 8)
+    for way in (*WAYS, {"method": "auto"}):
+        for backend, message in (("sm90", "which cannot: tensors on cpu"), ("sm9", "None or one of .* got 'sm9'")):
+            with pytest.raises(ValueError, match=f"backend: expected .*{message}"):
+                context_parallel_attn_varlen_func(x, x, x, sharding, backend=backend, **way)
+        assert context_parallel_attn_varlen_func(x, x, x, sharding, **way).shape == x.shape
