@@ -135,8 +135,8 @@ def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pai
     lse = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
     longer_q = torch.cat((q.masked_fill(hidden, 0.0), torch.nn.functional.pad(lse, (0, 5))), -1)
     by_group = k[..., None, :].expand(*k.shape[:-1], q.shape[-2] // k.shape[-2], -1)
-    columns = [torch.full_like(by_group[..., :1], x) for x in [factor] * 3 + [0.0] * 5]
-    longer_k = torch.cat((by_group, *columns), -1).flatten(-3, -2)
+    factors, zeros = (torch.full_like(by_group[..., :1], x) for x in (factor, 0.0))
+    longer_k = torch.cat((by_group, *[factors] * 3, *[zeros] * 5), -1).flatten(-3, -2)
     left, right = pairs.get("window_size", (None, None))
     turned: Any = {_OF_OTHER_SIDE.get(name, name): x for name, x in pairs.items()}
     turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}

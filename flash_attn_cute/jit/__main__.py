@@ -262,8 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run_clear(path)
     except (
-        *(OSError, ValueError, disk.UnsafeFolderError),
-        *(cache.NotKeptWarning, key.NoCompilerError, warm.LostWorkerError),
+        OSError,
+        ValueError,
+        disk.UnsafeFolderError,
+        cache.NotKeptWarning,
+        key.NoCompilerError,
+        warm.LostWorkerError,
     ) as error:
         print(error, file=sys.stderr)
         return 1
