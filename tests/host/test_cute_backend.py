@@ -1,7 +1,7 @@
 """Arguments of compiled code, as the kernels' backend hands them to a kernel that only looks: no GPU, no compiler."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -21,15 +21,33 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.launches import Launched
 
 
+def backend_for(
+    inputs: AttentionInputs, window_right: int | None = None, precise: bool = False
+) -> tuple[CuteBackend, AttentionSpec]:
+    """A new backend, and what a call asks of it."""
+    options = Options(window_right=window_right, precise_gradients=precise)
+    return CuteBackend(ARCHITECTURES["sm90"]), AttentionSpec.of(inputs, options)
+
+
+def gradient_of_the_bias(inputs: AttentionInputs, window_right: int | None = None) -> Tensor:
+    """Runs a backward pass alone; the gradient has the shape and dtype of the bias."""
+    backend, spec = backend_for(inputs, window_right)
+    lse = torch.randn(inputs.lse_shape)
+    dbias = backend.backward(BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True)).dbias
+    assert dbias is not None
+    assert inputs.bias is not None
+    assert (dbias.shape, dbias.dtype) == (inputs.bias.shape, inputs.bias.dtype)
+    return dbias
+
+
 def both_passes(
-    inputs: AttentionInputs, window_right: int | None = None, dlse: Tensor | None = None, need_dbias: bool = False
+    inputs: AttentionInputs, window_right: int | None = None, dlse: Tensor | None = None, dbias: bool = False
 ) -> tuple[Any, Any]:
     """Forward and backward of a new backend; the results, of which nothing has been computed."""
-    spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
-    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend, spec = backend_for(inputs, window_right)
     out, lse, *_ = backend.forward(spec, inputs)
     sink = inputs.learnable_sink is not None
-    grads = backend.backward(BackwardCall(spec, inputs, out, lse, torch.randn_like(out), dlse, None, need_dbias, sink))
+    grads = backend.backward(BackwardCall(spec, inputs, out, lse, torch.randn_like(out), dlse, None, dbias, sink))
     return (out, lse), grads
 
 
@@ -46,6 +64,11 @@ def ints(*values: int) -> Tensor:
 
 def strided(x: Tensor) -> Tensor:
     return torch.stack((x, x), -1)[..., 0]
+
+
+def causal(seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    """The tables of a causal block mask."""
+    return {"block_mask": BlockMask.causal(seqlen_q, seqlen_k).tables(torch.device("cpu"), backward=True)}
 
 
 DENSE = ((2, 70, 8, 64), (2, 90, 2, 64), (2, 90, 2, 64))
@@ -69,7 +92,7 @@ CALLS = {
         max_seqlen_k=100,
     ),
     "padded, bias": inputs_of(*DENSE, seqused_q=ints(3, 70), bias=torch.randn(2, 1, 70, 90)),
-    "block mask": inputs_of(*DENSE, block_mask=BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)),
+    "block mask": inputs_of(*DENSE, **causal(70, 90)),
     "block mask of nothing": inputs_of(
         *DENSE,
         block_mask=BlockMask.from_dense(torch.zeros(70, 90, dtype=torch.bool)).tables(
@@ -82,11 +105,9 @@ CALLS = {
         **OFFSETS,
         seqused_k=ints(3, 4),
         learnable_sink=torch.randn(8),
-        block_mask=BlockMask.causal(140, 180).tables(torch.device("cpu"), backward=True),
+        **causal(140, 180),
     ),
-    "padded, block mask": inputs_of(
-        *DENSE, seqused_q=ints(3, 70), block_mask=BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)
-    ),
+    "padded, block mask": inputs_of(*DENSE, seqused_q=ints(3, 70), **causal(70, 90)),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
     "strided": inputs_of(
         *PACKED,
@@ -100,6 +121,10 @@ CALLS = {
 }
 
 
+full_and_causal = pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+with_and_without_dlse = pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+
+
 def described_tensors(arguments: Any) -> Iterator[tuple[str, Argument, Any]]:
     """Name, description and value of all tensors, of tuples among the arguments too."""
     for name, described_as in described(type(arguments)).items():
@@ -110,8 +135,8 @@ def described_tensors(arguments: Any) -> Iterator[tuple[str, Argument, Any]]:
             yield from described_tensors(value)
 
 
-@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@full_and_causal
+@with_and_without_dlse
 @pytest.mark.parametrize("inputs", CALLS.values(), ids=CALLS)
 def test_arguments_are_those_of_the_configuration(
     inputs: AttentionInputs, with_dlse: bool, window_right: int | None, launches: list[Launched]
@@ -143,6 +168,11 @@ def test_arguments_are_those_of_the_configuration(
 REPEATED = {"dense", "packed", "padded keys", "few queries", "narrow values"}
 
 
+def looks(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """Shapes, strides and dtypes."""
+    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+
+
 def assert_launched_alike(a: Launched, b: Launched, given: list[Tensor]) -> None:
     """Configuration, numbers and tensors of the user are the same; other tensors have the same layout."""
     assert a.config == b.config
@@ -151,12 +181,12 @@ def assert_launched_alike(a: Launched, b: Launched, given: list[Tensor]) -> None
     for (name, _, x), (_, _, y) in zip(*(described_tensors(z.arguments) for z in (a, b)), strict=True):
         assert isinstance(x, Tensor) == isinstance(y, Tensor), name
         if isinstance(x, Tensor):
-            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), name
+            assert looks([x]) == looks([y]), name
             assert x.data_ptr() == y.data_ptr() or not {x.data_ptr(), y.data_ptr()} & memory, name
 
 
-@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@full_and_causal
+@with_and_without_dlse
 @pytest.mark.parametrize("precise", [False, True], ids=["", "precise"])
 @pytest.mark.parametrize(("name", "inputs"), CALLS.items(), ids=CALLS)
 def test_repeated_calls_are_launched_like_others(
@@ -167,15 +197,11 @@ def test_repeated_calls_are_launched_like_others(
     window_right: int | None,
     launches: list[Launched],
 ) -> None:
-    backend = CuteBackend(ARCHITECTURES["sm90"])
-    options = Options(None, None, window_right, 0.0, False, True, precise_gradients=precise)
-    spec = AttentionSpec.of(inputs, options)
+    backend, spec = backend_for(inputs, window_right, precise)
     results = backend.forward(spec, inputs)
     forward = backend.forward_for(spec, inputs)
     assert isinstance(forward, RepeatedForward) == (name in REPEATED)
-    for x, y in zip(results, forward(inputs), strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or y is None or (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    assert looks(results) == looks(forward(inputs))
     dlse, dout = torch.randn(inputs.lse_shape) if with_dlse else None, torch.randn_like(results.out)
     sink = inputs.learnable_sink is not None
     call = BackwardCall(spec, inputs, results.out, results.lse, dout, dlse, results.residual, False, sink)
@@ -184,16 +210,14 @@ def test_repeated_calls_are_launched_like_others(
     # Offsets of queries and keys differ in all packed calls here.
     is_split = inputs.packed and window_right is not None
     assert isinstance(backward, RepeatedBackward) == (name in REPEATED and not is_split)
-    for x, y in zip(grads, backward(call), strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or y is None or (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    assert looks(grads) == looks(backward(call))
     given = [x for x in inputs[:10] if x is not None]
     assert_launched_alike(launches[0], launches[1], given)
     given += [x for x in (results.out, results.lse, results.residual, dout, dlse) if x is not None]
     assert_launched_alike(launches[2], launches[3], given)
 
 
-@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@full_and_causal
 @pytest.mark.parametrize("name", sorted(REPEATED))
 def test_the_backward_kernel_is_known_ahead(
     name: str, window_right: int | None, launches: list[Launched], monkeypatch: pytest.MonkeyPatch
@@ -207,8 +231,7 @@ def test_the_backward_kernel_is_known_ahead(
 
     monkeypatch.setattr(cache, "compiling_beside", beside)
     inputs = CALLS[name]
-    spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
-    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend, spec = backend_for(inputs, window_right)
     backend.forward_for(spec, inputs)
     assert not known
     backend.forward_for(spec, inputs._replace(k=inputs.k.detach().requires_grad_()))
@@ -221,8 +244,7 @@ def test_split_sequences_that_look_like_whole_ones(monkeypatch: pytest.MonkeyPat
     """Looks do not say whether offsets of queries and keys are the same memory: the general pass serves those."""
     cu = ints(0, 70, 140)
     inputs = inputs_of((140, 8, 64), *[(140, 2, 64)] * 2, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
-    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend, spec = backend_for(inputs, 0)
     out, lse, *_ = backend.forward(spec, inputs)
     call = BackwardCall(spec, inputs, out, lse, torch.randn_like(out))
     backward = backend.backward_for(call)
@@ -238,8 +260,7 @@ def test_split_sequences_that_look_like_whole_ones(monkeypatch: pytest.MonkeyPat
 def test_repeated_calls_look_at_addresses(launches: list[Launched]) -> None:
     """Tensors that begin between 16 bytes are copied, though they look like others that do not."""
     inputs = CALLS["dense"]
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
-    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend, spec = backend_for(inputs)
 
     def moved(x: Tensor) -> Tensor:
         y = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
@@ -274,20 +295,14 @@ BIASES = {
 def test_gradient_of_a_bias(
     shape: tuple[int, ...], others: dict[str, Any], passes: list[str], launches: list[Launched]
 ) -> None:
-    """It has the bias's shape and dtype; where each score has an element the backward kernel writes it."""
+    """Where each score has an element the backward kernel writes it."""
     mask = torch.ones(others.pop("mask"), dtype=torch.bool) if "mask" in others else None
     bias = torch.randn(shape, dtype=others.pop("dtype", torch.bfloat16))
     inputs = inputs_of(*DENSE, mask=mask, bias=bias, **others)
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
-    lse = torch.randn(inputs.lse_shape)
-    grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
-        BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True)
-    )
+    dbias = gradient_of_the_bias(inputs)
     assert [launched.config.pass_name for launched in launches] == passes
-    assert grads.dbias is not None
-    assert (grads.dbias.shape, grads.dbias.dtype) == (bias.shape, bias.dtype)
     arguments = launches[-1].arguments
-    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr()
+    assert arguments.mdBias.data_ptr() == dbias.data_ptr()
     assert arguments.mBias.data_ptr() == bias.data_ptr()
     assert arguments.mBias.shape == (2, 8, 70, 90)
     if mask is not None:
@@ -321,30 +336,23 @@ def test_what_a_gradient_is_summed_from(
     keys = shape[-1] if shape and shape[-1] > 1 else 96
     bias = torch.randn(shape, dtype=torch.bfloat16)
     inputs = inputs_of((2, 70, 8, 64), *[(2, keys, 8, 64)] * 2, bias=bias)
-    spec = AttentionSpec.of(inputs, Options(None, None, right, 0.0, False, True))
-    lse, backend = torch.randn(inputs.lse_shape), CuteBackend(ARCHITECTURES["sm90"])
-    grads = backend.backward(BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True))
+    gradient_of_the_bias(inputs, right)
     by, tiled = expected
     features = launches[0].config.features
     assert (features.dbias, features.dbias_of_keys) == (by == "dbias", by == "dbias_of_keys")
     assert features.tiled_bias == tiled
     assert [launched.config.pass_name for launched in launches[1:]] == ["bias_gradient"] * (by == "bias_gradient")
-    assert grads.dbias is not None
-    assert (grads.dbias.shape, grads.dbias.dtype) == (bias.shape, bias.dtype)
 
 
 def test_sums_of_stored_gradients(launches: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored gradients are summed in float32 over all that shares the bias; more than 2 GiB are not stored."""
     monkeypatch.setattr(cute_backend, "_room_for_gradient", lambda _, inputs: torch.full_like(inputs.bias, 1 + 2**-7))
-    bias, backend = torch.zeros(70, 96, dtype=torch.bfloat16), CuteBackend(ARCHITECTURES["sm90"])
+    bias = torch.zeros(70, 96, dtype=torch.bfloat16)
     inputs = inputs_of((3, 70, 8, 64), *[(3, 96, 8, 64)] * 2, bias=bias)
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
-    call = BackwardCall(spec, inputs, inputs.q, torch.randn(inputs.lse_shape), inputs.q, need_dbias=True)
-    dbias = backend.backward(call).dbias
-    assert dbias is not None
+    dbias = gradient_of_the_bias(inputs)
     assert torch.equal(dbias, torch.full_like(bias, 24 * (1 + 2**-7)))
     monkeypatch.setattr(plan, "_BYTES_OF_GRADIENTS", 2 * 24 * 70 * 96 - 1)
-    CuteBackend(ARCHITECTURES["sm90"]).backward(call)
+    gradient_of_the_bias(inputs)
     assert [launched.config.pass_name for launched in launches] == ["backward", "backward", "bias_gradient"]
 
 
@@ -352,14 +360,9 @@ def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]
     """More queries than keys under a causal mask: each entry is packed as two sequences, and so are its slots."""
     bias = torch.randn(8, 90, 70, dtype=torch.bfloat16)
     inputs = inputs_of((2, 90, 8, 64), *[(2, 70, 2, 64)] * 2, bias=bias)
-    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
-    lse = torch.randn(inputs.lse_shape)
-    backend = CuteBackend(ARCHITECTURES["sm90"])
-    grads = backend.backward(BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True))
+    dbias = gradient_of_the_bias(inputs, 0)
     arguments = launches[-1].arguments
-    assert grads.dbias is not None
-    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr()
-    assert grads.dbias.shape == bias.shape
+    assert arguments.mdBias.data_ptr() == dbias.data_ptr()
     numbers = arguments.numbers
     assert (numbers.entries, numbers.sequences_an_entry, numbers.rows_a_slot) == (2, 2, 90)
     assert arguments.mCuSeqlensQ.tolist() == [0, 20, 90, 110, 180]
@@ -385,8 +388,8 @@ def test_layout_of_a_bias(
     bias = layout(whole)[..., :70, :]
     keys = bias.shape[-1]
     inputs = inputs_of(DENSE[0], *[(2, keys, 2, 64)] * 2, bias=bias)
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
-    CuteBackend(ARCHITECTURES["sm90"]).forward(spec, inputs)
+    backend, spec = backend_for(inputs)
+    backend.forward(spec, inputs)
     features = launches[0].config.features
     assert (features.strided_bias, features.paired_bias, features.uniform_bias) == (strided, paired, uniform)
     assert launches[0].arguments.mBias.data_ptr() == bias.data_ptr()
@@ -446,12 +449,12 @@ EXPLAINED = {name: inputs for name, inputs in CALLS.items() if inputs.block_mask
 }
 
 
-@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@full_and_causal
 @pytest.mark.parametrize("inputs", EXPLAINED.values(), ids=EXPLAINED)
 def test_what_is_explained_is_what_is_launched(
     inputs: AttentionInputs, window_right: int | None, launches: list[Launched]
 ) -> None:
-    both_passes(inputs, window_right, need_dbias=inputs.bias is not None and inputs.bias.requires_grad)
+    both_passes(inputs, window_right, dbias=inputs.bias is not None and inputs.bias.requires_grad)
     packed = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
     explained = explain(
         *inputs[:3],
@@ -496,9 +499,8 @@ def test_block_masks_are_launched_as_explained(sets: tuple[int, int], head_dim: 
 
 def test_tables_too_large_are_refused(monkeypatch: pytest.MonkeyPatch, launches: list[Launched]) -> None:
     monkeypatch.setattr("flash_attn_cute.backends.cute.block_arguments._MAX_TABLE", 512)
-    tables = BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)
     with pytest.raises(ValueError, match="block_mask: expected fewer than"):
-        both_passes(inputs_of(*DENSE, block_mask=tables))
+        both_passes(inputs_of(*DENSE, **causal(70, 90)))
 
 
 def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:
@@ -518,8 +520,7 @@ def test_saved_tensors_may_have_any_layout(
 ) -> None:
     """Hooks of saved tensors return what they like; kernels get what compiled code takes, with the same elements."""
     inputs = CALLS[name]
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True, precise_gradients=True))
-    backend = CuteBackend(ARCHITECTURES["sm90"])
+    backend, spec = backend_for(inputs, precise=True)
     out, lse, _, residual = backend.forward(spec, inputs)
     assert residual is not None
     residual.copy_(torch.randint_like(residual, 100))
@@ -527,12 +528,8 @@ def test_saved_tensors_may_have_any_layout(
     lse.normal_()
     call = BackwardCall(spec, inputs, out, lse, torch.randn_like(out), None, residual)
     saved: dict[str, Any] = {name: layout(x, is_moved) for name, x in inputs._asdict().items() if isinstance(x, Tensor)}
-    others = call._replace(
-        inputs=inputs._replace(**saved),
-        out=layout(out, is_moved),
-        lse=layout(lse, is_moved),
-        residual=layout(residual, is_moved),
-    )
+    moved = {name: layout(x, is_moved) for name, x in (("out", out), ("lse", lse), ("residual", residual))}
+    others = call._replace(inputs=inputs._replace(**saved), **moved)
     backward = backend.backward_for(call if is_moved else others) if is_repeated else backend.backward
     launches.clear()
     backend.backward(call)
@@ -581,14 +578,12 @@ def test_no_keys(packed: bool, launches: list[Launched]) -> None:
         lse = sink[:, None].expand(2, 5)[None]
         expected = [5.0, 10.0]
     inputs = inputs._replace(learnable_sink=sink)
-    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
     dlse = torch.tensor([1.0, 2.0])[:, None].expand(2, 5).clone()
     dlse = dlse if packed else dlse[None]
     dlse[lse.isneginf()] = torch.nan
     dout = torch.full_like(inputs.q, torch.nan)
-    grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
-        BackwardCall(spec, inputs, dout, lse, dout, dlse, need_dsink=True)
-    )
+    backend, spec = backend_for(inputs)
+    grads = backend.backward(BackwardCall(spec, inputs, dout, lse, dout, dlse, need_dsink=True))
     assert not launches
     assert all((x == 0).all() for x in grads[:3])
     assert grads.dsink is not None

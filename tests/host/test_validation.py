@@ -52,16 +52,18 @@ Cases: TypeAlias = list[tuple[dict[str, Any], type[Exception], str]]
 META = torch.device("meta")
 
 
-# Arguments to change, the exception, and the message.
 class Negated(torch.Tensor):
-    """Means something else than it stores."""
+    """Means something else than it stores, as it has a function of its own."""
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Does what PyTorch does, by a function of its own."""
         return super().__torch_function__(function, kinds, args, kwargs)
 
 
+SCALE = "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got "
+SOFTCAP = "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got "
+
+# Arguments to change, the exception, and the message.
 BOTH: Cases = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
     ({"deterministic": 1}, TypeError, 'deterministic: expected a bool or "invariant", got 1'),
@@ -71,51 +73,15 @@ BOTH: Cases = [
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0.0, dropout is not supported, got 0.1"),
     ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
     ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable', 'sm100'], got 'sm75'"),
-    (
-        {"softmax_scale": "1"},
-        TypeError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got '1'",
-    ),
-    (
-        {"softmax_scale": True},
-        TypeError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got True",
-    ),
-    (
-        {"softmax_scale": float("inf")},
-        ValueError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got inf",
-    ),
-    (
-        {"softcap": None},
-        TypeError,
-        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got None",
-    ),
-    (
-        {"softcap": float("nan")},
-        ValueError,
-        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got nan",
-    ),
-    (
-        {"softcap": -1.0},
-        ValueError,
-        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got -1.0",
-    ),
-    (
-        {"softcap": 1e39},
-        ValueError,
-        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got 1e+39",
-    ),
-    (
-        {"softcap": 1e-39},
-        ValueError,
-        "softcap: expected 0 for none, or a number from 2**-126 to 2**127 (float32), got 1e-39",
-    ),
-    (
-        {"softmax_scale": -1e39},
-        ValueError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got -1e+39",
-    ),
+    ({"softmax_scale": "1"}, TypeError, SCALE + "'1'"),
+    ({"softmax_scale": True}, TypeError, SCALE + "True"),
+    ({"softmax_scale": float("inf")}, ValueError, SCALE + "inf"),
+    ({"softcap": None}, TypeError, SOFTCAP + "None"),
+    ({"softcap": float("nan")}, ValueError, SOFTCAP + "nan"),
+    ({"softcap": -1.0}, ValueError, SOFTCAP + "-1.0"),
+    ({"softcap": 1e39}, ValueError, SOFTCAP + "1e+39"),
+    ({"softcap": 1e-39}, ValueError, SOFTCAP + "1e-39"),
+    ({"softmax_scale": -1e39}, ValueError, SCALE + "-1e+39"),
     ({"window_size": 3}, TypeError, "window_size: expected a pair (left, right), each an int or None, got 3"),
     ({"window_size": (1,)}, ValueError, "window_size: expected a pair (left, right), each an int or None, got (1,)"),
     ({"window_size": (1, 2.0)}, TypeError, "window_size: expected a pair"),
@@ -130,11 +96,7 @@ BOTH: Cases = [
     ({"k": lambda x: x.to(META)}, ValueError, "k: expected the device of q, cpu, got meta"),
     ({"v": lambda x: x.to_sparse()}, TypeError, "v: expected a strided tensor, got torch.sparse_coo"),
     ({"v": lambda x: x.as_subclass(Negated)}, TypeError, "v: expected a plain tensor, got Negated, a subclass with"),
-    (
-        {"softmax_scale": 10**400},
-        ValueError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got 1000",
-    ),
+    ({"softmax_scale": 10**400}, ValueError, SCALE + "1000"),
     ({"q": lambda x: x.int()}, TypeError, "q: expected float16, bfloat16, float32 or float64, got torch.int32"),
     ({"k": lambda x: x.half()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float16"),
     ({"v": lambda x: x.double()}, TypeError, "v: expected the dtype of q, torch.float32, got torch.float64"),
@@ -221,11 +183,7 @@ PACKED: Cases = [
     ({"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q: expected an int or a 0-d tensor, got 6.0"),
     ({"max_seqlen_k": True}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got True"),
     ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
-    (
-        {"softmax_scale": np.float32("nan")},
-        ValueError,
-        "softmax_scale: expected None or a number up to 2**127 in magnitude (float32), got nan",
-    ),
+    ({"softmax_scale": np.float32("nan")}, ValueError, SCALE + "nan"),
     ({"max_seqlen_k": np.int64(-1)}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
     ({"max_seqlen_q": 2**63}, ValueError, "max_seqlen_q: expected 0 to 2147483647, got 9223372036854775808"),
     (
@@ -463,7 +421,7 @@ def test_rows_of_dense_batches_that_kernels_see_packed(seqlen_k: int, options: d
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_ints_of_numpy(kind: Any) -> None:
-    """Are taken for what they are; no operator and no cache ever sees them."""
+    """They are taken for what they are; no operator and no cache ever sees them."""
     call = packed()
     expected = flash_attn_varlen_func(**call, window_size=(3, 2))
     bounds = {"max_seqlen_q": kind(6), "max_seqlen_k": kind(7)}
