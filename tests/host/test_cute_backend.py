@@ -528,8 +528,8 @@ def test_saved_tensors_may_have_any_layout(
     lse.normal_()
     call = BackwardCall(spec, inputs, out, lse, torch.randn_like(out), None, residual)
     saved: dict[str, Any] = {name: layout(x, is_moved) for name, x in inputs._asdict().items() if isinstance(x, Tensor)}
-    moved = {name: layout(x, is_moved) for name, x in (("out", out), ("lse", lse), ("residual", residual))}
-    others = call._replace(inputs=inputs._replace(**saved), **moved)
+    out, lse, residual = (layout(x, is_moved) for x in (out, lse, residual))
+    others = call._replace(inputs=inputs._replace(**saved), out=out, lse=lse, residual=residual)
     backward = backend.backward_for(call if is_moved else others) if is_repeated else backend.backward
     launches.clear()
     backend.backward(call)
