@@ -2,7 +2,7 @@
 
     code           a kernel's PTX, what to look for in it, and how to change it
     implied        waits that need no bug, as others imply them
-    table          what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
+    table          what a bug is, and the tables of ``docs/blackwell-checks.md``, which count them
     launches       bugs of the code that launches the kernels
 
 A module has the bugs of one kernel, or those that a variant of it adds:
@@ -19,7 +19,7 @@ A module has the bugs of one kernel, or those that a variant of it adds:
     bias           kernel of a bias's gradient
     hopper         Hopper's forward and backward kernels
 
-``python -m lab.bugs`` writes the tables of the page.
+``python -m lab.bugs`` writes the tables of the page, and ``--list`` prints every bug.
 """
 
 from lab.bugs.backward import BACKWARD
@@ -34,7 +34,7 @@ from lab.bugs.launches import LAUNCHES
 from lab.bugs.lists import LISTS
 from lab.bugs.pair import PAIR
 from lab.bugs.pair_two_pass import PAIR_TWO_PASS
-from lab.bugs.table import PAGE, Bug, Bugs, page, table
+from lab.bugs.table import PAGE, AnyBugs, Bug, Bugs, listed, page
 from lab.bugs.two_pass import TWO_PASS
 from lab.bugs.wide_pair import WIDE_PAIR
 
@@ -54,8 +54,10 @@ TABLES: dict[str, Bugs] = {
     "Hopper backward": HOPPER_BACKWARD,
     "Hopper clusters": HOPPER_CLUSTER,
 }
+ALL: dict[str, AnyBugs] = {**TABLES, "launches": LAUNCHES}
 
 __all__ = [
+    "ALL",
     "IMPLIED",
     "LAUNCHES",
     "PAGE",
@@ -67,7 +69,7 @@ __all__ = [
     "LeftOut",
     "arrivals",
     "find",
+    "listed",
     "page",
-    "table",
     "waits",
 ]

@@ -1,7 +1,7 @@
 """Planted bugs, and the tables of ``docs/blackwell-checks.md``."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,18 +188,41 @@ def drain_keeps_registers(call: str) -> Bug:
     return Bug("drain warps keep the registers that they ask to lose", change, call, lint="registers")
 
 
-def table(bugs: AnyBugs) -> str:
-    """Table of bugs and of the checks that find each, for the page."""
-    none = "\N{EM DASH}"
-    lines = ["| bug | | lint | execution |", "|---|---|---|---|"]
+def listed(bugs: AnyBugs) -> Iterator[str]:
+    """A line for each bug: its kind, what is wrong, and the checks that find it."""
     for kind, some in bugs.items():
         for bug in some:
-            lint = f"`{bug.lint}`" if bug.lint else none
-            lines.append(f"| {kind} | {bug.text} | {lint} | {'yes' if bug.shows else none} |")
-    return "\n".join(lines) + "\n"
+            finders = [f"lint {bug.lint}"] * bool(bug.lint) + ["execution"] * bug.shows
+            yield f"{kind}: {bug.text} [{', '.join(finders)}]"
 
 
-def page(old: str, *tables: AnyBugs) -> str:
-    """The page with tables in the place of those that it has, each from its first line to its last."""
-    new = iter([table(bugs) for bugs in tables])
-    return re.sub(r"^\| bug \|.*?\n(?=\n)", lambda _: next(new), old, flags=re.MULTILINE | re.DOTALL)
+def _row(first: str, bugs: Sequence[Bug | LaunchBug]) -> str:
+    counts = (len(bugs), sum(bool(bug.lint) for bug in bugs), sum(bug.shows for bug in bugs))
+    return f"| {first} | {' | '.join(str(n) for n in counts)} |\n"
+
+
+def by_kernel(tables: Mapping[str, AnyBugs]) -> str:
+    """Table of kernels: how many bugs have been planted in each, and how many of them each check finds."""
+    rows = {kernel: [bug for some in bugs.values() for bug in some] for kernel, bugs in tables.items()}
+    rows["all"] = [bug for some in rows.values() for bug in some]
+    head = "| kernel | bugs | found by the lint | by execution |\n|---|---|---|---|\n"
+    return head + "".join(_row(kernel, some) for kernel, some in rows.items())
+
+
+def by_kind(tables: Mapping[str, AnyBugs]) -> str:
+    """Table of kinds of bugs: the first one of each, how many there are, and how many of them each check finds."""
+    kinds: dict[str, list[Bug | LaunchBug]] = {}
+    for bugs in tables.values():
+        for kind, some in bugs.items():
+            kinds.setdefault(kind, []).extend(some)
+    head = (
+        "| kind | such as | rules of the lint | bugs | found by the lint | by execution |\n|---|---|---|---|---|---|\n"
+    )
+    rules = {kind: ", ".join(sorted({f"`{bug.lint}`" for bug in some if bug.lint})) for kind, some in kinds.items()}
+    return head + "".join(_row(f"{kind} | {some[0].text} | {rules[kind]}", some) for kind, some in kinds.items())
+
+
+def page(old: str, tables: Mapping[str, AnyBugs]) -> str:
+    """The page with its two tables anew."""
+    new = {"kernel": by_kernel(tables), "kind": by_kind(tables)}
+    return re.sub(r"^\| (kernel|kind) \| .*?\n(?=\n)", lambda each: new[each[1]], old, flags=re.MULTILINE | re.DOTALL)
