@@ -21,6 +21,7 @@ from flash_attn_cute.calls import column_sums as own_kernel
 from flash_attn_cute.calls import validate
 from flash_attn_cute.calls.attend import check
 from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled
 from flash_attn_cute.calls.validate import Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -80,11 +81,13 @@ def row_entropy(
         ValueError: as ``flash_attn_func`` does.
     """
     _refuse_unknown(pairs)
+    given = _call(q, k, pairs)
+    q, k = given.q, given.k
     mean_k, lse = _attention(q, k, k, pairs, mask=mask, block_mask=block_mask)
     # As products of float16 can be too large for it, and those of bfloat16 cannot.
     products = q * mean_k if q.dtype == torch.bfloat16 else q.to(lse.dtype) * mean_k
     means = products.sum(-1, dtype=lse.dtype).transpose(-1, -2)
-    return (lse - _scale(q, pairs) * means).where(lse > -math.inf, 0.0)
+    return (lse - _scale(given) * means).where(lse > -math.inf, 0.0)
 
 
 @torch.no_grad()
@@ -113,10 +116,11 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     _refuse_unknown(pairs)
     given = _call(q, k, pairs)
     check(given)
+    q, k = given.q, given.k
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
         got = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
         raise TypeError(f"lse: expected a floating-point tensor, got {got}")
-    scale = _scale(q, pairs)
+    scale = _scale(given)
     if not scale:
         raise ValueError("softmax_scale: expected a number other than 0, got 0")
     if lse.shape != (*q.shape[:-3], *q.shape[-2:-4:-1]) or lse.device != q.device:
@@ -163,14 +167,15 @@ def _inverse_of(scale: float, dtype: torch.dtype) -> float:
 
 
 def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
-    """The call whose scores the pairs have, with k for v."""
+    """The call whose scores the pairs have, with k for v, and q and k in autocast's dtype."""
     names = "softmax_scale", "causal", "window_size", "backend"
     options: Any = {name: x for name, x in pairs.items() if name in names}
     lengths = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     bounds = validate.check_bounds(pairs["max_seqlen_q"], pairs["max_seqlen_k"]) if "cu_seqlens_q" in pairs else None
     checked = validate.check_options(**options)
     given = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
-    return given.with_tensors(**lengths)
+    given = given.with_tensors(**lengths)
+    return autocast(given) if is_any_autocast_enabled() else given
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
@@ -190,9 +195,9 @@ def _refuse_unknown(pairs: Pairs) -> None:
         raise TypeError(f"{', '.join(missing)}: expected, as {', '.join(_OF_PACKED)} go together, got no such argument")
 
 
-def _scale(q: Tensor, pairs: Pairs) -> float:
-    given = pairs.get("softmax_scale")
-    return float(q.shape[-1] ** -0.5) if given is None else given
+def _scale(given: AttentionCall) -> float:
+    scale = given.options.softmax_scale
+    return float(given.q.shape[-1] ** -0.5) if scale is None else scale
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,14 +6,14 @@ from flash_attn_cute.calls import dispatch, ops
 from flash_attn_cute.calls.attend import is_replaced
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
-from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, needs_dispatcher
+from flash_attn_cute.calls.torch_modes import needs_dispatcher
 
 
 def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
     """Sums of each key's probabilities; None if there is no kernel, or ``context_parallel`` takes the calls.
 
     Args:
-        call: with windows and padding at the most.
+        call: with windows and padding at the most, after autocast.
         lse: of its scores.
 
     Raises:
@@ -23,8 +23,6 @@ def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
     """
     if is_replaced():
         return None
-    if is_any_autocast_enabled():
-        call = autocast(call)
     watched = needs_dispatcher((*call[:NUM_TENSORS], lse))
     inputs, plan = prepare(call, backward=False, watched=watched)
     if not dispatch.BACKENDS[plan.backend].has_column_sums:

@@ -54,7 +54,7 @@ def supposing(gpu: str) -> dict[str, Backend]:
     Raises:
         ValueError: there are no kernels for such a GPU.
     """
-    if gpu not in ARCHITECTURES:
+    if not isinstance(gpu, str) or gpu not in ARCHITECTURES:
         raise ValueError(f"gpu: expected None or one of {list(ARCHITECTURES)}, got {gpu!r}")
     supposed = CuteBackend(ARCHITECTURES[gpu], is_supposed=True)
     names = [name for name in BACKENDS if name == gpu or name not in ARCHITECTURES]

@@ -209,6 +209,7 @@ def test_errors_are_those_of_the_call() -> None:
         ((flat, flat, flat, cu, cu, 5), {}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got None"),
         ((flat, flat, flat, cu, None, 5, 5), {}, TypeError, "cu_seqlens_k: expected a torch.Tensor, got NoneType"),
         ((q, q, q), {"gpu": "sm10"}, ValueError, "gpu: expected None or one of ['sm90', 'sm100'], got 'sm10'"),
+        ((q, q, q), {"gpu": ["sm90"]}, ValueError, "gpu: expected None or one of ['sm90', 'sm100'], got ['sm90']"),
     ]
     for arguments, options, error, message in calls:
         with pytest.raises(error, match=re.escape(message)):

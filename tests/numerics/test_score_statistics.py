@@ -211,6 +211,7 @@ def test_what_is_refused() -> None:
         row_entropy(q, q, softcap=2.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="softmax_scale: expected a number other than 0, got 0"):
         column_sums(q, q, lse, softmax_scale=0.0)
+    assert row_entropy(q, q, softmax_scale=-(2**70)).isfinite().all()  # a scale that is no int of 64 bits
     expected = r"lse: expected \(..., nheads, queries\) of q, \(1, 5, 2, 8\) on cpu, got "
     with pytest.raises(ValueError, match=expected + r"\(1, 5, 2\) on cpu"):
         column_sums(q, q, lse.mT)
@@ -231,6 +232,18 @@ def test_what_is_refused() -> None:
             column_sums(q, q, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"q: expected shape \(batch, seqlen_q, nheads, d\), got shape \(2, 8\)"):
         column_sums(q[0, 0], q, lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_q_and_k_alone(dtype: torch.dtype) -> None:
+    """The columns that hold lse are parts of the dtype that scores have."""
+    q, k = torch.randn(2, 1, 50, 2, 16)
+    low = q.to(dtype), k.to(dtype)
+    _, lse = flash_attn_func(*low, low[1], return_lse=True, softmax_scale=0.7)
+    with torch.autocast("cpu", dtype):
+        got = column_sums(q, k, lse, softmax_scale=0.7), row_entropy(q, k, softmax_scale=0.7)
+    assert torch.equal(got[0], column_sums(*low, lse, softmax_scale=0.7))
+    assert torch.equal(got[1], row_entropy(*low, softmax_scale=0.7))
 
 
 def test_scores_of_any_size() -> None:
