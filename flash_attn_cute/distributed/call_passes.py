@@ -9,6 +9,7 @@ Out of several calls is merged in float32, and their dQ, dK and dV are summed so
 so that results are rounded once.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -59,8 +60,22 @@ def check_backend(backend: str, options: Options, q: Tensor, k: Tensor, v: Tenso
     Raises:
         ValueError: it does not exist, or cannot serve them.
     """
-    q, k, v = (x.new_empty(1, *x.shape[-2:]) for x in (q, k, v))
-    offsets = q.new_empty(2, dtype=torch.int32)  # never read
+    heads = tuple(x.shape[-2:] for x in (q, k, v))
+    _check_backend(backend, options, heads, q.dtype, q.device, sink is not None, (*dispatch.BACKENDS.values(),))
+
+
+@functools.lru_cache(maxsize=256)  # every layer asks, and a call that is refused leaves nothing behind
+def _check_backend(
+    backend: str,
+    options: Options,
+    heads: tuple[torch.Size, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_sink: bool,
+    _backends: tuple[Backend, ...],
+) -> None:
+    q, k, v = (torch.empty(1, *shape, dtype=dtype, device=device) for shape in heads)
+    sink, offsets = q.new_empty(1) if has_sink else None, q.new_empty(2, dtype=torch.int32)  # never read
     inputs = AttentionInputs(q, k, v, offsets, offsets, None, None, sink, None, None, 1, 1)
     dispatch.select(AttentionSpec.of(inputs, options), inputs, backend)
 

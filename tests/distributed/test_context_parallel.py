@@ -22,7 +22,15 @@ from flash_attn_cute.distributed import Sharding, cost_model, method_plan
 from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
-from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
+from flash_attn_cute.distributed.call_passes import (
+    Context,
+    Given,
+    Merged,
+    backward,
+    check_backend,
+    forward,
+    prepared,
+)
 from flash_attn_cute.distributed.checked_call import METHODS, PlanRequest, RankCall, Shape, plan_request
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
@@ -399,6 +407,22 @@ def test_a_plan_is_made_once_for_all_layers() -> None:
     del found, request, sharding
     assert gone() is None, "something keeps the layout"
     assert plans() is None
+
+
+def test_a_backend_is_checked_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For calls with the same options and heads; one that is refused is refused again."""
+    asked: list[str | None] = []
+    select = dispatch.select
+    monkeypatch.setattr(dispatch, "select", lambda *given: asked.append(given[2]) or select(*given))  # type: ignore[func-returns-value]
+    options, q, k = Options(softcap=3.25), torch.empty(5, 4, 8), torch.empty(7, 2, 8)
+    for rows in (5, 0):
+        check_backend("portable", options, q[:rows], k, k, None)
+    check_backend("portable", options, q, k, k, torch.empty(4))
+    check_backend("portable", options, q, q, q, None)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="which cannot: tensors on cpu"):
+            check_backend("sm90", options, q, k, k, None)
+    assert asked == ["portable"] * 3 + ["sm90"] * 2
 
 
 @pytest.mark.parametrize(
