@@ -5,20 +5,21 @@ Down to lowering a call is an ``AttentionCall``, as users write it; below it has
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
 
 from flash_attn_cute.calls import lowering, nested, ops, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.calls.prepared_call import prepare, recalled, remember
+from flash_attn_cute.calls.prepared_call import Plan, prepare, recalled, remember
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
-from flash_attn_cute.spec import AttentionInputs, Options, Results
+from flash_attn_cute.spec import AttentionInputs, Results
 
 # ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
 Result: TypeAlias = Tensor | tuple[Tensor, ...]
-# A function in the place of operators and backends; the name is that of the backend that would serve the call.
-Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], Results]
+# A function in the place of operators and backends; what it is given prepares the call, or raises what is wrong.
+Replacement: TypeAlias = Callable[[Callable[[], tuple[AttentionInputs, Plan]]], Results]
 _replacement: Replacement | None = None
 
 
@@ -32,31 +33,36 @@ def attend(call: AttentionCall) -> Results:
     """
     if is_any_autocast_enabled():
         call = autocast(call)
-    known = recalled(call) if _replacement is None else None
+    if _replacement is not None:
+        return _replacement(partial(_prepared_for_replacement, call))
+    known = recalled(call)
     if known is not None:
         inputs = AttentionInputs._make((*call[:NUM_TENSORS], *known.max_seqlens, None, None))
         return ops.attention(inputs, known, False)
     watched = needs_dispatcher(call[:NUM_TENSORS])
     if watched and nested.is_nested(call):
-        if is_replaced():
-            raise TypeError(
-                "q: expected a dense tensor within context_parallel, got a nested one: give flash_attn_varlen_func the "
-                "values of this rank's rows, and cu_seqlens of all rows"
-            )
         packed, jagged = nested.as_packed(call)
         return jagged.wrap(attend(packed))
-    lowered = None
-    if call.block_mask is not None and _replacement is None:
-        lowered = lowering.of(call)
+    lowered = None if call.block_mask is None else lowering.of(call)
+    if lowered is not None:
         call = lowered.call
     backward = call.block_mask is not None and is_recorded(call[:NUM_TENSORS], watched)
     inputs, plan = prepare(call, backward, watched)
-    if _replacement is not None:
-        return _replacement(inputs, plan.options, plan.backend)
     if not watched and lowered is None:
         remember(call, plan)
     results = ops.attention(inputs, plan, watched)
     return results if lowered is None else lowered.unpacked(results)
+
+
+def _prepared_for_replacement(call: AttentionCall) -> tuple[AttentionInputs, Plan]:
+    """``prepare`` for a replacement."""
+    watched = needs_dispatcher(call[:NUM_TENSORS])
+    if watched and nested.is_nested(call):
+        raise TypeError(
+            "q: expected a dense tensor within context_parallel, got a nested one: give flash_attn_varlen_func the "
+            "values of this rank's rows, and cu_seqlens of all rows"
+        )
+    return prepare(call, backward=False, watched=watched)
 
 
 def check(call: AttentionCall) -> None:

@@ -1,7 +1,7 @@
 """PyTorch's ``context_parallel`` with this package's attention: ranks share buffers, and calls see all rows."""
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls.attend import replaced
+from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.distributed import public_functions, rank_agreement
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
@@ -153,31 +154,25 @@ class _OverRanks(NamedTuple):
     group: Group
     method: str
 
-    def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> Results:
+    def attend(self, prepared: Callable[[], tuple[AttentionInputs, Plan]]) -> Results:
         """Results of a call on this rank's rows."""
-        if settings.check_data() and not torch.compiler.is_compiling():
-            rank_agreement.on_all_ranks(Ranks.of(self.group), lambda: self._check(inputs, options))
-        else:
-            self._check(inputs, options)
-        given: dict[str, Any] = {
-            "seqused_q": inputs.seqused_q,
-            "seqused_k": inputs.seqused_k,
-            "softmax_scale": options.softmax_scale,
-            "window_size": (options.window_left, options.window_right),
-            "softcap": options.softcap,
-            "learnable_sink": inputs.learnable_sink,
-            "mask": inputs.mask,
-            "bias": inputs.bias,
-            "deterministic": options.promise,
-            "return_lse": True,
-            "return_max_logits": options.max_logits,
-            "zero_padding": options.zero_padding,
-            "backend": backend,
-            **self._asdict(),
-        }
-        if not inputs.packed:
-            return Results(*public_functions.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given))
-        return Results(*public_functions.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given))
+
+        def checked() -> tuple[AttentionInputs, Plan]:
+            inputs, plan = prepared()
+            self._check(inputs, plan.options)
+            return inputs, plan
+
+        inputs, plan = rank_agreement.on_all_ranks(self.group, checked)
+        return public_functions.attend(
+            (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.mask, inputs.bias, None),
+            (self.sharding, None),
+            (inputs.seqused_q, inputs.seqused_k),
+            lambda: plan.options,
+            plan.backend,
+            self.group,
+            self.method,
+            dense=not inputs.packed,
+        )
 
     def _check(self, inputs: AttentionInputs, options: Options) -> None:
         """Refuses what no call over ranks takes, and lengths that are not those of the sharding."""

@@ -155,7 +155,7 @@ def context_parallel_attn_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, strides, device or value.
     """
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window_size": window_size,
@@ -168,8 +168,10 @@ def context_parallel_attn_func(
         "dropout_p": dropout_p,
     }
     tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
-    lengths = (seqused_q, seqused_k)
-    results = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
+    shardings, lengths = (sharding, sharding_k), (seqused_q, seqused_k)
+    results = attend(
+        tensors, shardings, lengths, lambda: validate.check_options(**options), backend, group, method, dense=True
+    )
     return results.asked(return_lse)
 
 
@@ -264,7 +266,7 @@ def context_parallel_attn_varlen_func(
             rows; or a method that cannot serve the call. Either message names the argument, what was expected and what
             came.
     """
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window_size": window_size,
@@ -277,8 +279,10 @@ def context_parallel_attn_varlen_func(
         "dropout_p": dropout_p,
     }
     tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
-    lengths = (seqused_q, seqused_k)
-    results = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
+    shardings, lengths = (sharding, sharding_k), (seqused_q, seqused_k)
+    results = attend(
+        tensors, shardings, lengths, lambda: validate.check_options(**options), backend, group, method, dense=False
+    )
     return results.asked(return_lse)
 
 
@@ -341,24 +345,36 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
     return sharding.unshard(everything.split(counts)).movedim(0, dim)
 
 
-def _attend(
+def attend(
     tensors: tuple[Any, ...],
     shardings: tuple[Sharding, Sharding | None],
     lengths: tuple[Lengths, Lengths],
-    given: dict[str, Any],
+    checked: Callable[[], Options],
+    backend: str | None,
     group: Group,
     method: str,
     *,
     dense: bool,
 ) -> Results:
+    """Results of this rank's rows, for both functions.
+
+    Args:
+        tensors: q, k, v, learnable_sink, mask, bias and block_mask.
+        shardings: sharding and sharding_k.
+        lengths: seqused_q and seqused_k.
+        checked: gives the options, or raises what is wrong with them.
+        backend: as in both functions, like what follows.
+        group: the ranks.
+        method: its name.
+        dense: whether rows are those of a dense batch.
+    """
     q, k, v, sink, mask, bias, block_mask = tensors
-    backend = given["backend"]
 
     def options() -> Options:
         _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
         _refuse(mask, bias)
         # A call leaves rows of others unwritten: of its rank's other calls, and of other ranks.
-        return validate.check_options(**given)._replace(zero_padding=True)
+        return checked()._replace(zero_padding=True)
 
     cast = autocast(AttentionCall(q, k, v, learnable_sink=sink))
     q, k, v, sink = cast.q, cast.k, cast.v, cast.learnable_sink

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from flash_attn_cute import settings
 from flash_attn_cute.distributed.checked_call import PlanRequest, RankCall
-from flash_attn_cute.distributed.process_groups import Ranks, size_of
+from flash_attn_cute.distributed.process_groups import Group, Ranks, size_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.spec import Options
 
@@ -62,11 +62,13 @@ def check_if_asked(ranks: Ranks, stated: Callable[[], Mapping[str, str]]) -> Non
         check(ranks, statement)
 
 
-def on_all_ranks(ranks: Ranks, find: Callable[[], T]) -> T:
+def on_all_ranks(group: Group | Ranks, find: Callable[[], T]) -> T:
     """Finds something by this rank's arguments; the other ranks then call ``check``, to which this one states errors.
 
+    While a program is compiled no ranks are asked: they compare themselves when it runs.
+
     Args:
-        ranks: as in ``check``.
+        group: a user's argument, or the grid that it is, as in ``check``.
         find: what is called, or raises what is wrong with this rank's arguments.
 
     Raises:
@@ -75,8 +77,8 @@ def on_all_ranks(ranks: Ranks, find: Callable[[], T]) -> T:
     try:
         return find()
     except (TypeError, ValueError) as error:
-        if settings.check_data():
-            check(ranks, error)
+        if settings.check_data() and not torch.compiler.is_compiling():
+            check(group if isinstance(group, Ranks) else Ranks.of(group), error)
         raise
 
 

@@ -105,6 +105,12 @@ def disagreements() -> None:
         pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
     ):
         flash_attn_func(rows, rows, rows, causal=True)
+    rows = torch.zeros(1, 30, 2, 8)
+    with (
+        context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
+        pytest.raises(TypeError, match=r"rank 1 of the group: k: expected .*float32, got torch.float64"),
+    ):
+        flash_attn_func(rows, rows.double() if rank == 1 else rows, rows)
     lengths = torch.tensor(sharding.cu_seqlens if rank != 1 else [0, 9, 9, 9, 9, 128], dtype=torch.int32)
     with (
         context_parallel(None, sharding=sharding),
