@@ -17,8 +17,8 @@ import torch
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
 from tests.lib.interpreted import forward
-from tests.lib.interpreted.backward import NUM_SMS, Interpreted, check, execute
-from tests.lib.interpreted.common import B300, EVERYTHING
+from tests.lib.interpreted.backward import Interpreted, check, execute
+from tests.lib.interpreted.common import B300, EVERYTHING, NUM_SMS
 from tests.lib.tiers import tiered
 
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from flash_attn_cute.backends.cute import counters
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, gradients, random_call
 from tests.lib.interpreted import backward, forward
-from tests.lib.interpreted.common import B200, as_given
+from tests.lib.interpreted.common import as_given
 from tests.lib.residuals import assert_restored
 from tests.lib.tiers import tiered
 
@@ -32,7 +32,7 @@ def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     lengths, by_pairs, options = CASES[case]
     call = random_call(lengths, lengths, **{"dtype": torch.bfloat16, "nheads": 2, "nheads_k": 1, **options})
     rounded, wide = (
-        forward.results_of(call, random.Random(0), None, None, by_pairs=by_pairs, capability=B200, asked=asked)
+        forward.results_of(call, random.Random(0), by_pairs=by_pairs, asked=asked)
         for asked in ({"precise_gradients": True}, {"wide": True})
     )
     assert rounded.residual is not None
@@ -51,7 +51,7 @@ def test_gradients_are_as_with_an_out_that_is_not_rounded(monkeypatch: pytest.Mo
     with torch.no_grad():
         call.v.add_(8)
     asked = {"precise_gradients": True}
-    given = forward.results_of(call, random.Random(0), None, None, by_pairs=False, capability=B200, asked=asked)
+    given = forward.results_of(call, random.Random(0), asked=asked)
     inputs, spec = as_given(call, backward=True)
     dout, truth = torch.randn_like(given.out), call.to(torch.float64)
     expected = gradients(truth, *oracle.attention(truth), dout, None)

@@ -87,7 +87,7 @@ def test_right_kernels_pass(case: tuple[Kernels, Sample]) -> None:
     by_pairs, drawn = "pair" in kernels.family, samples.draw(sample, torch.device("cpu"))
     with patch.object(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32)):
         if kernels.pass_name == "forward":
-            run = Forward(by_pairs=by_pairs, draw=random.Random(0), changed=None, lagging=None)
+            run = Forward(by_pairs=by_pairs, draw=random.Random(0))
             found = drawn.forward(run)
         else:
             found = drawn.backward(Backward(random.Random(0), by_pairs=by_pairs))

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute import column_sums, counters
+from flash_attn_cute.backends.cute import column_sums
 from lab import interpreter
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, random_call
-from tests.lib.interpreted.common import H100, as_given
+from tests.lib.interpreted.common import H100, as_given, fresh_counters
 from tests.lib.interpreted.forward import Interpreted
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
@@ -43,8 +43,7 @@ def drawn(options: dict[str, Any], seed: int) -> Call:
 def sums_of(call: Call, seed: int, lagging: interpreter.Lagging | None = None) -> Tensor:
     """Column sums of a call, from an lse in float64."""
     inputs, spec = as_given(call)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32))
+    with fresh_counters(), torch.no_grad():
         backend = Interpreted(capability=H100, draw=random.Random(seed), lagging=lagging)
         _, lse = oracle.attention(call.to(torch.float64))
         return column_sums.column_sums(backend.launch_of, spec, inputs, lse.float())

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.kernels.sm90.backward import backward_config
-from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.checks import bitwise_equal, each_of, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.interpreted.common import EVERYTHING, H100
@@ -108,7 +108,7 @@ def test_forward_with_a_mask(seqlen_k: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS)
+@each_of("row", EXTREME_ROWS)
 def test_extreme_rows_of_a_bias(row: Callable[[int], Tensor]) -> None:
     """Blocks whose largest elements are huge, infinite, or far from those of other blocks."""
     forward.check(with_row(row(300)), random.Random(0), capability=H100)

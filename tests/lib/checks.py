@@ -5,14 +5,15 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import dispatch
@@ -39,9 +40,17 @@ def hopper_alone(why: str) -> pytest.MarkDecorator:
 DEVICES = {"portable": "cpu", "sm90": "cuda"}
 DTYPES = {"portable": torch.float32, "sm90": torch.bfloat16}
 on_each_backend = pytest.mark.parametrize("backend", ["portable", pytest.param("sm90", marks=needs_kernels)])
+
+
+def each_of(name: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrises an argument of this name with each case."""
+    return pytest.mark.parametrize(name, cases.values(), ids=cases)
+
+
 packed_or_dense = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 
 Results = dict[str, Tensor]
+Captured = TypeVar("Captured")
 
 GRADS = ("q", "k", "v", "bias", "learnable_sink")
 
@@ -238,51 +247,76 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
     assert lse.requires_grad
     for x in max_logits:
         assert_max_logits_close(x, call)
+    assert_right(call, out, lse, through_lse=through_lse)
+
+
+def assert_right(
+    call: Call, out: Tensor, lse: Tensor | None, *, through_lse: bool = False, truth: Call | None = None
+) -> None:
+    """Compares results of a call, and its gradients, with the oracle's of ``truth``, if that knows it as another call.
+
+    Without lse the gradients are those of out alone.
+    """
     dout = poisoned_dout(call, out)
-    dlse = None
-    if through_lse:
-        dlse = torch.randn_like(lse)
-    results = {"out": out, "lse": lse, **gradients(call, out, lse, dout, dlse)}
+    dlse = torch.randn_like(lse) if lse is not None and through_lse else None
+    results = {"out": out, **gradients(call, out, out if lse is None else lse, dout, dlse)}
+    if lse is not None:
+        results["lse"] = lse
+    assert_results_close(call, results, dout, dlse, truth)
 
-    truth = call.to(torch.float64)
-    true_out, true_lse = oracle.attention(truth)
-    expected = {"out": true_out, "lse": true_lse, **gradients(truth, true_out, true_lse, dout, dlse)}
 
-    low = call.to(call.q.dtype)
-    low_out, low_lse = oracle.attention(low)
-    yardstick = {"out": low_out, "lse": low_lse, **gradients(low, low_out, low_lse, dout, dlse)}
+def references(call: Call, dout: Tensor | None = None, dlse: Tensor | None = None) -> tuple[Results, Results]:
+    """The oracle's results in float64, and the yardstick: those in the dtype of the call. Without dout no gradients."""
 
-    factor = 3.0 if call.softcap else 2.0
+    def of(dtype: torch.dtype) -> Results:
+        each = call.to(dtype)
+        with torch.set_grad_enabled(dout is not None):
+            out, lse = oracle.attention(each)
+        grads = {} if dout is None else gradients(each, out, lse, dout, dlse)
+        return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+    return of(torch.float64), of(call.q.dtype)
+
+
+def assert_results_close(
+    call: Call,
+    results: Results,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    truth: Call | None = None,
+    factor: float | None = None,
+) -> None:
+    """Compares some results of a call with the oracle's: zeros and -inf in padding and where a query sees no key.
+
+    Args:
+        call: what was called.
+        results: out, lse or gradients, by name.
+        dout: the gradient of out, if there are others among the results.
+        dlse: the gradient of lse.
+        truth: the call as the oracle knows it, if that is another one.
+        factor: see ``assert_close``.
+    """
+    expected, low = references(truth or call, dout, dlse)
+    factor = factor or (3.0 if call.softcap else 2.0)
     sizes = {name: x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0 for name, x in expected.items()}
-    largest_gradient = max(size for name, size in sizes.items() if name.startswith("d"))
+    largest_gradient = max((sizes[name] for name in results if name.startswith("d")), default=0.0)
     for name, got in results.items():
-        size = largest_gradient if name.startswith("d") else sizes[name]
-        room = 0.0
-        if name == "dbias" and (got.ndim == 0 or got.shape[-1] == 1):
-            room = rounding_over_keys(got.shape, low_out - true_out, dout)
-        assert_close(name, got, expected[name], yardstick[name], factor, max(1.0, size), room)
-    real_q, real_k = (real.to(out.device) for real in call.real_rows())
+        size, room = largest_gradient if name.startswith("d") else sizes[name], 0.0
+        if name == "dbias" and dout is not None and (got.ndim == 0 or got.shape[-1] == 1):
+            room = rounding_over_keys(got.shape, low["out"] - expected["out"], dout)
+        assert_close(name, got, expected[name], low[name], factor, max(1.0, size), room)
+    real_q, real_k = (real.to(call.q.device) for real in call.real_rows())
+    unseeing = expected["lse"].transpose(-1, -2).isneginf()  # rows and heads, padding included
     for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
-        assert (results[name][~real] == 0).all(), f"{name}: padding rows are not zero"
-    assert lse.transpose(-1, -2)[~real_q].isneginf().all(), "lse: padding rows are not -inf"
-    unseeing = true_lse.transpose(-1, -2).isneginf()  # rows and heads, padding included
-    for name in ("out", "dq"):
-        assert (results[name][unseeing] == 0).all(), f"{name}: not zero where a query sees no key"
-    if call.bias is not None:
-        padding = call.score_padding(call.bias).to(out.device)
+        if name in results:
+            assert (results[name][~real] == 0).all(), f"{name}: padding rows are not zero"
+        if name in results and real is real_q:
+            assert (results[name][unseeing] == 0).all(), f"{name}: not zero where a query sees no key"
+    if "lse" in results:
+        assert results["lse"].transpose(-1, -2)[~real_q].isneginf().all(), "lse: padding rows are not -inf"
+    if "dbias" in results:
+        padding = call.score_padding(call.bias).to(call.q.device)
         assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
-
-
-@torch.no_grad()
-def assert_forward_close(call: Call, out: Tensor, lse: Tensor) -> None:
-    """Out and lse against the oracle's, by the rule of ``assert_close``, and zeros and -inf in rows of padding."""
-    expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
-    for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
-        size = max(1.0, true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0)
-        assert_close(name, got, true, yardstick, 3.0 if call.softcap else 2.0, size)
-    real = call.real_rows()[0].to(out.device)
-    assert (out[~real] == 0).all(), "out: padding rows are not zero"
-    assert lse.movedim(-2, -1)[~real].isneginf().all(), "lse: not -inf in padding rows"
 
 
 def assert_max_logits_close(max_logits: Tensor, call: Call) -> None:
@@ -409,6 +443,31 @@ def bits(x: Tensor) -> Tensor:
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits, NaN and signed zeros included."""
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether tensors hold the same bits as others, each as the one in its place."""
+    return all(bitwise_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def with_gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Out, and the gradients of leaves by a gradient of it; by ones, if none is given."""
+    return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
+
+
+def captured(function: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
+    """A CUDA graph of a function that has run before, and where its replays leave their results."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], Any]:
+    """A function that is compiled as one graph, and what counts how often."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
 def refilled(call: Call, values: tuple[float, ...]) -> Call:
@@ -586,3 +645,13 @@ def call_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | N
     """A random call on the device of a backend, in the dtype that is usual there."""
     given: Case = {"dtype": DTYPES[backend], "device": DEVICES[backend], "nheads": 4, "head_dim": 64}
     return random_call(lengths_q, lengths_k, **given | options)
+
+
+# Arguments of a call that ``random_call`` does not take.
+ASKED = ("through_lse", "deterministic", "return_max_logits", "precise_gradients")
+
+
+def check_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> None:
+    """Compares ``call_on`` a backend with the oracle; options may be those of ``ASKED``, too."""
+    asked = {name: options.pop(name) for name in ASKED if name in options}
+    assert_matches_oracle(call_on(backend, lengths_q, lengths_k, **options), backend=backend, **asked)

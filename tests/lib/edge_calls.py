@@ -26,7 +26,6 @@ def rising_in_a_block(**options: Any) -> Call:
 def large_bias(**options: Any) -> Call:
     """Some elements from -2^16 to -2^30, in bfloat16, as float16 has no such numbers."""
     call = _call(bias=(1, 1), **options | {"dtype": torch.bfloat16})
-    assert call.bias is not None
     with torch.no_grad():
         powers = 2.0 ** torch.randint(16, 31, call.bias.shape, device=call.bias.device)
         call.bias -= powers * (torch.rand(call.bias.shape, device=call.bias.device) < 0.1)
@@ -36,8 +35,6 @@ def large_bias(**options: Any) -> Call:
 def nan_under_a_mask(**options: Any) -> Call:
     """A bias that is NaN where the mask hides it, which its gradient is not to show."""
     call = _call(bias=(1, 1), mask=(1, 1), **options)
-    assert call.bias is not None
-    assert call.mask is not None
     with torch.no_grad():
         call.bias.masked_fill_(~call.mask.expand_as(call.bias), torch.nan)
     return call

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute import api
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface, sdpa, transformer_engine, varlen
-from tests.lib import oracle
-from tests.lib.checks import assert_close, gradients, poisoned_dout
+from tests.lib.checks import assert_right
 from tests.lib.oracle import Call
 
 # For calls by position from tuples, and for wrong ones, which no type checker would let pass.
@@ -29,27 +28,7 @@ Attend: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 def assert_served(call: Call, attend: Attend, truth: Call | None = None, *, through_lse: bool = False) -> None:
     """Both passes of a call equal the oracle's of ``truth``, which is the call as its oracle knows it."""
-    truth = call if truth is None else truth
-    out, lse = attend(call)
-    dout = poisoned_dout(call, out)
-    dlse = torch.randn_like(lse) if lse is not None and through_lse else None
-    results = {"out": out, **gradients(call, out, out if lse is None else lse, dout, dlse)}
-    if lse is not None:
-        results["lse"] = lse
-
-    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
-        copy = truth.to(dtype)
-        out, lse = oracle.attention(copy)
-        return {"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)}
-
-    expected, low = reference(torch.float64), reference(call.q.dtype)
-    for name, got in results.items():
-        finite = expected[name][expected[name].isfinite()]
-        size = finite.abs().max().item() if finite.numel() else 0.0
-        assert_close(name, got, expected[name], low[name], 3.0 if call.softcap else 2.0, max(1.0, size))
-    real_q, real_k = call.real_rows()
-    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
-        assert (results[name][~real] == 0).all(), name
+    assert_right(call, *attend(call), through_lse=through_lse, truth=truth)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:

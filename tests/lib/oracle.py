@@ -6,13 +6,14 @@ the same computation, whose error is the yardstick. Gradients come from autograd
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
-from flash_attn_cute import BlockMask
+# A tensor, or None: which of both, a test knows.
+MaybeTensor: TypeAlias = Any
 
 
 @dataclass
@@ -26,19 +27,24 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
+    cu_seqlens_q: MaybeTensor = None
+    cu_seqlens_k: MaybeTensor = None
+    seqused_q: MaybeTensor = None
+    seqused_k: MaybeTensor = None
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
-    learnable_sink: Tensor | None = None
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    block_mask: BlockMask | None = None
-    shown: Tensor | None = None
+    learnable_sink: MaybeTensor = None
+    mask: MaybeTensor = None
+    bias: MaybeTensor = None
+    block_mask: Any = None  # or a BlockMask
+    shown: MaybeTensor = None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three of them."""
+        return self.q, self.k, self.v
 
     def to(self, dtype: torch.dtype) -> "Call":
         """Copy of the call, its floating-point tensors as fresh leaves of another dtype."""
@@ -60,7 +66,6 @@ class Call:
                 stop_k = self.k.shape[1] if used_k is None else used_k[b]
                 found.append((b, slice(0, stop_q), slice(0, stop_k)))
             return found
-        assert self.cu_seqlens_k is not None
         offsets_q, offsets_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for b in range(len(offsets_q) - 1):
             start_q, stop_q = offsets_q[b : b + 2]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.portable import blockwise
 from tests.lib import oracle
-from tests.lib.checks import assert_matches_oracle, bitwise_equal, needs_kernels, random_call, run
+from tests.lib.checks import assert_matches_oracle, bitwise_equal, needs_kernels, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_dense(features: tuple[str, ...], device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_everything_at_once(dtype: torch.dtype, packed: bool, device: str) -> None:
     check(
         [33, 2, 18],
@@ -112,7 +112,7 @@ def test_long_and_odd(options: dict[str, Any], device: str) -> None:
     check([2047, 1, 997], nheads=1, device=device, **options)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("lengths", [(1, 300), (5, 300), (300, 5), (300, 1)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (20, 0)}, {}], ids=str)
 def test_kv_cache_shapes(options: dict[str, Any], lengths: tuple[int, int], packed: bool, device: str) -> None:
@@ -133,7 +133,7 @@ SHAPES = [*itertools.product((0, 1), repeat=3), (1, 1), (1,), ()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_broadcast_shapes_of_mask_and_bias(shape: tuple[int, ...], packed: bool, device: str) -> None:
     """Any broadcast shape, gradients of the bias's own shape."""
     lengths: tuple[list[int], list[int]] = ([19, 3, 130], [19, 40, 31]) if packed else ([30] * 3, [21] * 3)
@@ -152,8 +152,6 @@ def test_float32_bias_and_sink_with_low_precision_inputs(low: torch.dtype, devic
     call = random_call([40, 9], bias=(1, 1, 1), sink=True, dtype=low, bias_dtype=torch.float32, device=device)
     assert_matches_oracle(call)
     out = run(call)
-    assert call.bias is not None
-    assert call.learnable_sink is not None
     dbias, dsink = torch.autograd.grad(out.float().sum(), (call.bias, call.learnable_sink))
     assert dbias.dtype == dsink.dtype == torch.float32
 
@@ -161,7 +159,6 @@ def test_float32_bias_and_sink_with_low_precision_inputs(low: torch.dtype, devic
 def test_additive_mask_of_minus_infinity(device: str) -> None:
     """A bias of -inf hides a key, and a row of them leaves nothing to see."""
     call = random_call([12, 30], bias=(1, 1, 1), device=device)
-    assert call.bias is not None
     with torch.no_grad():
         call.bias[:, ::3, ::2] = -torch.inf
         call.bias[:, 5] = -torch.inf
@@ -176,12 +173,10 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
     call = random_call([12], [12], sink=sink, device=device, **shape)
     fully_masked = torch.zeros(12, dtype=torch.bool, device=device)
     if hidden_by == "mask":
-        assert call.mask is not None
         call.mask[:, :, 0] = True
         call.mask[:, 5] = False
         fully_masked[5] = True
     elif hidden_by == "bias":
-        assert call.bias is not None
         with torch.no_grad():
             call.bias[:, 5] = -torch.inf
         fully_masked[5] = True
@@ -208,14 +203,12 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
 def test_hidden_bias_may_hold_anything(device: str) -> None:
     """Masked scores are replaced, not multiplied: NaN in the bias of a hidden pair reaches nothing."""
     call = random_call([25, 31], bias=(1, 1, 1), mask=(1, 1, 1), device=device)
-    assert call.bias is not None
-    assert call.mask is not None
     with torch.no_grad():
         call.bias.masked_fill_(~call.mask, torch.nan)
     assert_matches_oracle(call)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_many_equal_sequences(packed: bool, device: str) -> None:
     """Equal neighbours are served together; in the middle of others they stay apart."""
     lengths = [5, 9, 9, 9, 9, 4, 9] if packed else [9] * 7
@@ -232,7 +225,7 @@ def test_small_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check([70, 20, 20], [50, 90, 90], window_size=(9, 4), **options)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_nothing_to_do(packed: bool, batch: int, device: str) -> None:
     """Empty batches, totals of 0 and sequences without queries or keys."""
@@ -258,7 +251,7 @@ def test_strides(device: str) -> None:
             torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_strides_of_mask_and_bias(packed: bool, device: str) -> None:
     """Keys need not be next to each other: the same bits as from a copy."""
     call = random_call([40, 40], [130, 130], packed=packed, mask=(1, 1, 1), bias=(1, 1, 1), device=device)
@@ -300,7 +293,7 @@ def expanded(x: Tensor) -> Tensor:
         *itertools.product(("seqused_q", "seqused_k", "learnable_sink"), (every_other, expanded)),
     ],
 )
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_strides_of_small_tensors(packed: bool, name: str, view: Any, where: str, backend: str) -> None:
     """Offsets, lengths and sinks may have any strides, and give the same bits as copies."""
     if name.startswith("cu_seqlens") and not packed:

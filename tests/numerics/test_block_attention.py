@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise, products
-from tests.lib.checks import assert_matches_oracle, bitwise_equal, random_call, run
+from tests.lib.checks import assert_matches_oracle, bitwise_equal, each_of, random_call, run
 from tests.lib.masks import KINDS, Made, listed, positions, random_mask, spread
 from tests.lib.oracle import Call
 
@@ -78,7 +78,7 @@ def test_every_kind_of_mask(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("options", DENSE.values(), ids=DENSE)
+@each_of("options", DENSE)
 def test_beside_everything(options: dict[str, Any], through_lse: bool) -> None:
     rng = random.Random(str(options))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -103,7 +103,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+@each_of("options", PACKED)
 def test_packed(options: dict[str, Any], seed: int) -> None:
     """A mask over all rows; sequences begin anywhere in its blocks."""
     rng = random.Random(f"{seed} {options}")
@@ -210,7 +210,6 @@ def test_deterministic_and_orders() -> None:
     """The order of launches is for kernels; here the same bits come out of any."""
     rng = random.Random(3)
     call = random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32)
-    assert call.block_mask is not None
     out = run(call, deterministic=True)
     for order in ("spt", torch.arange(call.block_mask.sizes.blocks_k)):
         again = run(replace(call, block_mask=call.block_mask.with_order(order, group=1)), deterministic=True)

@@ -25,7 +25,9 @@ from tests.lib.checks import (
     bits,
     both_passes,
     differing,
+    each_of,
     needs_kernels,
+    packed_or_dense,
     poisoned_dout,
     random_call,
     run,
@@ -173,7 +175,7 @@ def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", PORTABLE.values(), ids=PORTABLE)
+@each_of("options", PORTABLE)
 def test_portable_repetitions(
     options: Case, dtype: torch.dtype, deterministic: bool, device: str, repetitions: int
 ) -> None:
@@ -241,7 +243,7 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_of("case", CASES)
 def test_replays(case: Case) -> None:
     """A captured graph gives the bits of the eager call every time: of its workspace nothing is left behind."""
     function = prepare(case, "sm90")
@@ -267,7 +269,7 @@ def test_against_the_oracle(backend: str, case: Case) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("heads_in_cache", "sections"), [(1, 3), (1, 2), (2, 1), (3, 0)])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("heads", [(4, 4), (16, 4)], ids=["alone", "grouped"])
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -311,7 +313,7 @@ def run_beyond_slots(head_dim: int, packed: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
     """They break the contract, and the results may be anything, but no CTA waits for tiles that do not exist."""
@@ -343,7 +345,7 @@ def test_offsets_beyond_the_tensors(head_dim: int) -> None:
     in_processes(1, run_beyond_tensors, head_dim)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @on_both
 def test_padding(backend: str, head_dim: int, packed: bool) -> None:
     """Calls with rows that no sequence owns, and with a gradient through lse, are right."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, score_statistics
-from tests.lib.checks import Results, differing, hopper_alone, needs_kernels, offsets
+from tests.lib.checks import Results, differing, each_of, hopper_alone, needs_kernels, offsets
 
 TOKENS, HEADS = 65_536, 8
 PASSES: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def check(passes: Callable[[], Results], repetitions: int) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_of("case", CASES)
 def test_passes(case: tuple[int, int, dict[str, Any]], repetitions: int) -> None:
     """Dense and packed calls, of every kind of kernel."""
     check(call(*case), repetitions)

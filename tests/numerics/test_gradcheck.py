@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.checks import GRADS, random_call, run
+from tests.lib.checks import GRADS, each_of, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
 CASES: dict[str, dict[str, Any]] = {
@@ -50,8 +50,8 @@ def gradcheck(call: Call, names: list[str]) -> bool:
     return passed
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@packed_or_dense
+@each_of("options", CASES)
 def test_gradcheck(options: dict[str, Any], packed: bool) -> None:
     lengths = ([4, 1, 3], [5, 3, 2]) if packed else ([4, 4], [5, 5])
     call = random_call(*lengths, head_dim=2, packed=packed, dtype=torch.float64, **options)
@@ -68,14 +68,12 @@ def test_gradcheck_of_a_broadcast_bias(packed: bool, kept: tuple[int, ...]) -> N
     assert gradcheck(call, ["bias"])
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_gradcheck_of_a_bias_with_padding_and_hidden_keys(packed: bool) -> None:
     """NaN in the padding, -inf at some keys and at all keys of a query: numerically nothing depends on any of them."""
     shape = (1, 1, 1) if packed else (1, 1, 1, 1)
     options: dict[str, Any] = {"bias": shape, "mask": (1,), "dtype": torch.float64, "head_dim": 2}
     call = random_call([4, 1, 3], [5, 3, 2], packed=packed, seqused=True, **options)
-    assert call.bias is not None
-    assert call.mask is not None
     call.mask[0] = True
     with torch.no_grad():
         call.bias[..., ::3] = -torch.inf

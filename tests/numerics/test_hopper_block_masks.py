@@ -14,7 +14,9 @@ from tests.lib.checks import (
     both_passes,
     differing,
     draws,
+    each_of,
     needs_kernels,
+    packed_or_dense,
     random_call,
     run,
     synchronisations,
@@ -58,7 +60,7 @@ def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) 
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@each_of("options", CALLS)
 def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
     deterministic = options.get("deterministic", False)
     tensors = {name: value for name, value in options.items() if name != "deterministic"}
@@ -80,8 +82,8 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+@packed_or_dense
+@each_of("options", PACKED)
 def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuzz_seconds: float) -> None:
     """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
     if not packed:
@@ -143,7 +145,7 @@ def half_blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[in
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", HALF_BLOCKS.values(), ids=HALF_BLOCKS)
+@each_of("options", HALF_BLOCKS)
 def test_blocks_of_64(options: dict[str, Any], fuzz_seconds: float) -> None:
     """Warpgroups and CTAs go over half blocks of their own, also where some kernel takes whole blocks instead."""
     for count, rng in draws(f"half blocks {options}", 4 * fuzz_seconds):
@@ -388,7 +390,7 @@ def test_calls_that_kernels_do_not_serve() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"seqused_k": torch.tensor([200], dtype=torch.int32)}, {"causal": True}])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, Any]) -> None:
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     offsets: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from tests.lib.checks import (
     gradients,
     needs_kernels,
     offsets,
+    packed_or_dense,
     poisoned_dout,
     random_call,
     run,
@@ -54,7 +55,7 @@ def strided(x: Tensor) -> Tensor:
     return x.new_full((*x.shape, 3), 77)[..., 1].copy_(x)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_strided_offsets_and_sinks(packed: bool) -> None:
     call = call_of([70, 5], [130, 64], packed=packed, seqused=True, causal=True, sink=True)
     given: dict[str, Any] = {
@@ -229,7 +230,7 @@ def on_device(device: int, packed: bool) -> Callable[[], list[Tensor]]:
 
 
 @needs_two
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_tensors_of_another_gpu(packed: bool) -> None:
     torch.cuda.set_device(0)
     results = [[x.cpu() for x in on_device(device, packed)()] for device in (1, 0)]

@@ -203,7 +203,6 @@ def test_padding_reaches_nothing(backend: str, case: Case, packed: bool) -> None
     No sequence has more than two tiles of keys, so that the bits of dq do not depend on the order of a sum.
     """
     call = call_on(backend, [150, 3, 0, 40], [144, 9, 5, 130], packed=packed, seqused=True, **case)
-    assert call.bias is not None
     padding = call.score_padding(call.bias).to(call.bias.device)
     asked: Case = {"backend": backend, "deterministic": True}
     expected = padded_results(refilled(call, (0.0,)), 0.0, **asked)
@@ -221,7 +220,6 @@ def test_unwritten_padding(backend: str, packed: bool) -> None:
     call = call_on(
         backend, [50, 3, 20], [44, 9, 130], packed=packed, seqused=True, mask=(1, 1, 1), bias=(1, 1, 1), causal=True
     )
-    assert call.bias is not None
     got = padded_results(call, torch.nan, zero_padding=False, backend=backend)
     assert (got["dbias"][call.score_padding(call.bias).to(call.bias.device)] == 0).all()
 
@@ -235,7 +233,6 @@ def test_queries_that_the_window_lets_see_no_key(backend: str, options: Case, pa
     lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed else ([150] * 2, [60] * 2)
     kept = (1, 1, 1) if packed else (1, 1, 1, 1)
     call = call_on(backend, *lengths, packed=packed, mask=kept, bias=kept, **options)
-    assert call.bias is not None
     fully_masked = call.fully_masked_rows().to(call.bias.device)
     by_row = call.bias.detach().movedim(-3, -2)  # batch, queries, heads, keys
     by_row[fully_masked] = torch.nan
@@ -254,7 +251,6 @@ def test_minus_infinity_hides(backend: str, options: Case, packed: bool, bias_dt
     """Single keys, the first or last tiles of them, and all keys of a query or of a whole tile of queries."""
     lengths = ([290, 12], [400, 30]) if packed else ([290] * 2, [400] * 2)
     call = call_on(backend, *lengths, packed=packed, bias=(1, 1, 1), bias_dtype=bias_dtype, **options)
-    assert call.bias is not None
     with torch.no_grad():
         call.bias[..., ::3, ::2] = -torch.inf
         call.bias[..., 7:90, :300] = -torch.inf
@@ -272,7 +268,6 @@ def test_mask_that_hides_everything(backend: str, kept: tuple[int, ...], packed:
     """Out 0, lse -inf or the sink's logit, and no gradients but the sink's."""
     lengths = ([150, 0, 1], [130, 7, 0]) if packed else ([150] * 2, [130] * 2)
     call = call_on(backend, *lengths, packed=packed, mask=kept, bias=(1, 1, 1), sink=sink, causal=sink)
-    assert call.mask is not None
     call.mask.fill_(False)
     assert_matches_oracle(call, through_lse=sink, backend=backend)
     out, lse = run(call, return_lse=True, backend=backend)
@@ -298,7 +293,6 @@ def test_fully_masked_tiles(backend: str, case: Case, packed: bool) -> None:
     shape: Case = {"packed": packed, "nheads": 2, "nheads_k": 1, "mask": (1, 1), "bias": (1, 1)}
     call = call_on(backend, lengths, **shape | case)
     mask = call.mask
-    assert mask is not None
     for tile, seed in ((128, 1), (64, 2), (100, 3)):
         draw = torch.Generator().manual_seed(seed)
         kinds = torch.randint(3, (-(-mask.shape[-2] // tile), -(-mask.shape[-1] // tile)), generator=draw)
@@ -328,7 +322,6 @@ def test_hidden_bias_may_hold_anything(backend: str, options: Case, packed: bool
     kept = (1, 1, 1) if packed else (1, 1, 1, 1)
     masked: Case = {"mask": kept} if options.get("mask") else {}
     call = call_on(backend, *lengths, packed=packed, bias=kept, **options | masked)
-    assert call.bias is not None
     hidden = torch.zeros_like(call.bias, dtype=torch.bool)
     for b, rows_q, rows_k in call.sequences():
         seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
@@ -354,8 +347,6 @@ def test_large_biases(backend: str, bias_dtype: torch.dtype) -> None:
         bias_dtype=bias_dtype, head_dim=128,
     )  # fmt: skip
     bias, visible = call.bias, call.mask
-    assert bias is not None
-    assert visible is not None
     visible[:, 0] = True
     # Whole numbers, and still so beside those that are added: of bfloat16 the largest is 256.
     small = torch.randint(-4, 4, bias.shape, generator=torch.Generator().manual_seed(1)).to(bias)
@@ -388,7 +379,6 @@ def test_keys_that_a_finite_bias_hides(value: float, dtype: torch.dtype, bias_dt
         bias_dtype = dtype
     value = max(value, torch.finfo(bias_dtype).min)
     call = call_on(backend, [70], [512], packed=False, bias=(1, 0, 0, 1), bias_dtype=bias_dtype, dtype=dtype)
-    assert call.bias is not None
     with torch.no_grad():
         call.bias[..., 310:] = value
         call.bias[..., 3:40:5] = value
@@ -404,7 +394,6 @@ def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: s
     gradients: those of the others are as if nothing was visible to them.
     """
     call = call_on(backend, [140], [200], packed=False, bias=(1, 1), bias_dtype=torch.float32, dtype=torch.bfloat16)
-    assert call.bias is not None
     rows = slice(30, 135)
     with torch.no_grad():
         call.bias[..., rows, :] = value
@@ -459,7 +448,6 @@ def test_shape_and_dtype_of_its_gradient(
     backend: str, kept: tuple[int, ...], packed: bool, bias_dtype: torch.dtype, given_back: list[Gradients]
 ) -> None:
     call = call_on(backend, [30] * 2, packed=packed, bias=kept, dtype=torch.bfloat16, bias_dtype=bias_dtype)
-    assert call.bias is not None
     out = run(call, backend=backend)
     out.sum().backward()
     (grads,) = given_back
@@ -474,7 +462,6 @@ def test_shape_and_dtype_of_its_gradient(
 def test_bias_without_a_gradient(backend: str, packed: bool, given_back: list[Gradients]) -> None:
     """It gets none, and the others get theirs."""
     call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
-    assert call.bias is not None
     constant = replace(call, bias=call.bias.detach())
     dout = torch.randn_like(run(call, backend=backend))
     results = []
@@ -492,7 +479,6 @@ def test_bias_without_a_gradient(backend: str, packed: bool, given_back: list[Gr
 @on_each_backend
 def test_bias_alone_has_a_gradient(backend: str, packed: bool) -> None:
     call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
-    assert call.bias is not None
     alone = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
     found: list[Tensor] = []
     for each in (call, alone):
@@ -510,7 +496,6 @@ def test_sums_are_in_float32(backend: str, kept: tuple[int, ...], seqlen: int) -
     Hopper's backward kernel rounds what it stores or sums, each score's by itself: their errors add up as squares do.
     """
     call = call_on(backend, [seqlen] * 24, packed=False, nheads=2, bias=kept, dtype=torch.bfloat16)
-    assert call.bias is not None
     alone = call.bias.detach().float().expand(24, 2, seqlen, seqlen).contiguous().requires_grad_()
     dout = torch.randn_like(call.q)
     (got,) = torch.autograd.grad(run(call, backend=backend), call.bias, dout)

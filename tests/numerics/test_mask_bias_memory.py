@@ -15,6 +15,7 @@ from tests.lib.checks import (
     bitwise_equal,
     both_passes,
     call_on,
+    each_of,
     each_on,
     gradients,
     hopper_alone,
@@ -113,7 +114,7 @@ def around(backend: str, case: Case) -> tuple[Call, Tensor]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
+@each_of("case", AROUND)
 def test_the_host_never_waits(case: Case) -> None:
     call, dout = around("sm90", case)
     function = both_passes(call, dout, backend="sm90")
@@ -122,7 +123,7 @@ def test_the_host_never_waits(case: Case) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
+@each_of("case", AROUND)
 def test_graph_capture(case: Case) -> None:
     """Replays see what stands in mask and bias then, and of their workspace nothing is left behind."""
     call, dout = around("sm90", case)
@@ -131,8 +132,6 @@ def test_graph_capture(case: Case) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = function()
-    assert call.mask is not None
-    assert call.bias is not None
     with torch.no_grad():
         call.bias.normal_()
         call.mask.copy_(torch.rand(call.mask.shape, device="cuda") < 0.5)
@@ -232,7 +231,7 @@ def dbias_bytes(bias: Tensor | None) -> int:
 
 @hopper_alone("the bounds are of its tiles and SMs")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("case", REMEMBERED.values(), ids=REMEMBERED)
+@each_of("case", REMEMBERED)
 def test_peak_memory(case: Case, deterministic: bool) -> None:
     """Scores take 132 MB, inputs 4 MB each: beyond results and workspace there is what two functions above say."""
     call = call_on("sm90", [2000] * 4, [2060] * 4, packed=False, **case)

@@ -48,7 +48,7 @@ def op_arguments(
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("name", OPTIONS)
 def test_opcheck(name: str, packed: bool, device: str) -> None:
     """Schema, fakes, autograd registration and tracing with dynamic shapes, of both operators.
@@ -215,7 +215,7 @@ def compiled_whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("way", [as_is, watched, compiled_whole])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "bias": (1, 1), "sink": True}], ids=["fused", "blockwise"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_autocast(packed: bool, options: dict[str, Any], way: Any, device: str) -> None:
     """Autocast equals casting by hand: the dtypes, and the precision inside. Leaves have gradients of their own dtypes.
 

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from flash_attn_cute.backends import packing
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls.dispatch import BACKENDS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.checks import bitwise_equal, each_of, random_call
 from tests.lib.oracle import Call, window
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -54,7 +53,7 @@ def visible_pairs(call: Call) -> Tensor:
     return pairs
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@each_of("form", FORMS)
 def test_fully_masked_queries_apart(form: dict[str, Any]) -> None:
     """Fully masked queries, by a look at every pair, are the first of each two sequences, and none of the others."""
     seen = 0
@@ -101,7 +100,7 @@ def test_equal_lengths_are_left_alone() -> None:
         assert packing.split_fully_masked(inputs, 0) is not inputs
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@each_of("form", FORMS)
 def test_backends_agree_on_rewritten_calls(form: dict[str, Any]) -> None:
     """Gradients of the given sequences and of the rewritten ones have the same bits."""
     for lengths_q, lengths_k in (([9, 9], [4, 4]), ([40, 40], [60, 60])):
@@ -118,7 +117,7 @@ def test_backends_agree_on_rewritten_calls(form: dict[str, Any]) -> None:
             assert bitwise_equal(a, b)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@each_of("form", FORMS)
 def test_intervals_are_what_rows_see(form: dict[str, Any]) -> None:
     """Intervals of each query and, the other way round, of each key; rows that no sequence owns come back as zeros."""
     for seed in range(200):

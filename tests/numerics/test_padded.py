@@ -18,7 +18,7 @@ from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
-from tests.lib.checks import assert_close, bitwise_equal, gradients, offsets
+from tests.lib.checks import assert_close, bitwise_equal, each_of, gradients, offsets
 from tests.lib.oracle import Call
 
 ROOT = Path(__file__).parents[2]
@@ -89,9 +89,9 @@ def assert_same(got: list[Tensor], expected: list[Tensor], mask: Tensor, mask_k:
         assert (x[~real] == 0).all(), f"{name}: padding is not zero"
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_of("options", OPTIONS)
 @pytest.mark.parametrize("slack", [None, 0, 3])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@each_of("mask", MASKS)
 def test_packed_rows_match_the_oracle(mask: Tensor, slack: int | None, options: dict[str, Any]) -> None:
     qkv, dout = leaves(mask), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
     dout[~mask] = torch.nan
@@ -102,7 +102,7 @@ def test_packed_rows_match_the_oracle(mask: Tensor, slack: int | None, options: 
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_of("options", OPTIONS)
 @pytest.mark.parametrize("form", ["mask", "lengths"])
 def test_seqused_matches_the_oracle(form: str, options: dict[str, Any]) -> None:
     """Right padding of queries and of keys, which differ."""
@@ -411,7 +411,7 @@ def jagged(lengths: list[int], *, heads: int = 4, d: int = 8, like: Any = None, 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("lengths_k", [None, [4, 0, 9]], ids=["self", "cross"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_of("options", OPTIONS)
 def test_nested_tensors_match_the_oracle(
     options: dict[str, Any], lengths_k: list[int] | None, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

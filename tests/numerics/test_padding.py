@@ -10,6 +10,8 @@ from tests.lib.checks import (
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
     bitwise_equal,
+    each_of,
+    packed_or_dense,
     padded_results,
     poison_padding,
     random_call,
@@ -27,8 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@packed_or_dense
+@each_of("options", OPTIONS)
 def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
     """Padding of NaN, Inf and large numbers: the same bits as padding of zeros, and exact zeros where it stands.
 
@@ -48,7 +50,7 @@ def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: t
         assert got["lse"].transpose(-1, -2)[~real_q].isneginf().all()
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_the_check_sees_padding_that_counts(packed: bool) -> None:
     """Control: were the padding real rows, its values would show."""
     call = random_call([30, 12], packed=packed, seqused=True)
@@ -59,8 +61,8 @@ def test_the_check_sees_padding_that_counts(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@packed_or_dense
+@each_of("options", OPTIONS)
 def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
     """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN).
 
@@ -83,7 +85,6 @@ def test_sequences_without_partners_are_real_rows() -> None:
     call = random_call([4, 0, 3], [0, 5, 2], sink=True)
     got = padded_results(call, 0.0, zero_padding=False)
     assert (got["out"][:4] == 0).all()
-    assert call.learnable_sink is not None
     torch.testing.assert_close(got["lse"][:, :4], call.learnable_sink[:, None].expand(-1, 4))
     assert (got["dq"][:4] == 0).all()
     assert (got["dk"][:5] == 0).all()
@@ -93,7 +94,7 @@ def test_sequences_without_partners_are_real_rows() -> None:
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize(
     "options", [{"causal": True}, {"window_size": (30, 3)}, {"causal": True, "sink": True}], ids=str
 )
@@ -111,8 +112,6 @@ def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
     """More than a tile of them before the first sequence and behind the last, or nothing but them."""
     shape: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
     call = random_call([150, 60, 250, 300], causal=True, sink=True, device=device, **shape)
-    assert call.cu_seqlens_q is not None
-    assert call.cu_seqlens_k is not None
     call = replace(call, cu_seqlens_q=call.cu_seqlens_q[kept], cu_seqlens_k=call.cu_seqlens_k[kept])
     poison_padding(call)
     assert_matches_oracle(call)

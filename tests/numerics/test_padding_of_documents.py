@@ -18,8 +18,10 @@ from tests.lib.checks import (
     DEVICES,
     DTYPES,
     assert_rows_reach_nothing,
+    each_of,
     needs_kernels,
     on_each_backend,
+    packed_or_dense,
     random_call,
     run,
 )
@@ -141,7 +143,7 @@ def call_under(made: Masked, backend: str, **options: Any) -> tuple[Call, Tensor
 
 
 @on_each_backend
-@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+@each_of("make", MASKS)
 def test_masks(make: Callable[[str], Masked], backend: str) -> None:
     made = make(DEVICES[backend])
     call, queries, keys = call_under(made, backend)
@@ -167,7 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @on_each_backend
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_of("options", OPTIONS)
 def test_options(options: dict[str, Any], backend: str) -> None:
     call, queries, keys = call_under(short(DEVICES[backend]), backend, **options)
     if backend != "portable" and call.mask is not None:
@@ -176,7 +178,7 @@ def test_options(options: dict[str, Any], backend: str) -> None:
 
 
 @on_each_backend
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_beside_sequences_and_lengths(packed: bool, backend: str) -> None:
     """Rows of sequences that belong to no document."""
     device = DEVICES[backend]

@@ -17,6 +17,7 @@ from tests.lib.checks import (
     bitwise_equal,
     differing,
     draws,
+    each_of,
     hopper_alone,
     padded_results,
     random_call,
@@ -92,12 +93,12 @@ def causal(options: dict[str, Any], rows: int) -> Call:
     return with_selection(call, indices, block)
 
 
-@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
+@each_of("options", GROUPS)
 def test_causal(options: dict[str, Any]) -> None:
     assert_matches_oracle(causal(options, 1500), through_lse=True, backend="sm90")
 
 
-@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
+@each_of("options", GROUPS)
 def test_the_same_bits_every_time(options: dict[str, Any], repetitions: int) -> None:
     both = partial(padded_results, causal(options, 1500), 0.0, backend="sm90")
     assert not differing(both(), both, repetitions)

@@ -32,7 +32,7 @@ from flash_attn_cute.selfcheck.steps import Step, Target
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
 from flash_attn_cute.spec import Results
 from tests.lib import oracle
-from tests.lib.checks import gradients, hopper_alone, needs_kernels
+from tests.lib.checks import each_of, gradients, hopper_alone, needs_kernels
 from tests.lib.oracle import Call
 from tests.lib.selfcheck_bugs import BUGS
 from tests.lib.tiers import tiered
@@ -106,7 +106,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("sample", SAMPLES.values(), ids=list(SAMPLES))
+@each_of("sample", SAMPLES)
 def test_the_truth_is_the_oracles(sample: Sample) -> None:
     drawn = samples.draw(sample, CPU)
     inputs, spec = drawn.inputs, drawn.spec

@@ -26,8 +26,10 @@ from tests.lib.checks import (
     bitwise_equal,
     drawn_call,
     draws,
+    each_of,
     hopper_alone,
     needs_kernels,
+    packed_or_dense,
     poisoned_dout,
     random_call,
     run,
@@ -118,7 +120,7 @@ def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, he
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@each_of("options", CALLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> None:
@@ -128,7 +130,7 @@ def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> N
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@each_of("options", CALLS)
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 200])
 def test_dense(options: dict[str, Any], head_dim: int) -> None:
     lengths = ([300, 1, 200], [200, 5, 400]) if "seqused" in options else ([333] * 3, [450] * 3)
@@ -157,9 +159,9 @@ FULLY_MASKED: dict[str, dict[str, Any]] = {
 
 @needs_kernels
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("options", FULLY_MASKED.values(), ids=FULLY_MASKED)
+@each_of("options", FULLY_MASKED)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_queries_that_see_no_key(
     head_dim: int, packed: bool, seqused: bool, options: dict[str, Any], through_lse: bool
@@ -185,7 +187,7 @@ def test_head_dims(head_dims: tuple[int, int]) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 2), (4, 4), (64, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
 def test_few_queries(packed: bool, heads: tuple[int, int], head_dim: int) -> None:
@@ -272,8 +274,8 @@ def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any
 
 
 @needs_kernels
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@each_of("mask", MASKS)
+@packed_or_dense
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
@@ -291,8 +293,8 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 
 
 @needs_kernels
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@each_of("mask", MASKS)
+@packed_or_dense
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
@@ -363,7 +365,7 @@ def test_more_sums_than_32_bits_count() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_strides(packed: bool) -> None:
     """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies.
 
@@ -429,8 +431,6 @@ def test_more_than_2_to_the_31_elements() -> None:
 def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
     """No synchronisation in either pass, and replays see new data."""
     call = random_call([300, 40], lengths_k, causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    assert call.cu_seqlens_q is not None
-    assert call.cu_seqlens_k is not None
     cu_q, cu_k = call.cu_seqlens_q[kept], call.cu_seqlens_k[kept]
     if lengths_k is None:
         cu_k = cu_q
@@ -454,7 +454,7 @@ def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
 
 
 @hopper_alone("the limit is of calls of its kernels")
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_host_time(packed: bool) -> None:
     """Host time of either pass, autograd recording: some 40 us on a quiet machine, with a margin for others."""
     torch.use_deterministic_algorithms(False)  # which would have PyTorch fill new memory

@@ -29,7 +29,7 @@ from flash_attn_cute.calls import dispatch, flat_call, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
-from tests.lib.checks import GRADS, bitwise_equal, random_call, run
+from tests.lib.checks import GRADS, bitwise_equal, each_of, packed_or_dense, random_call, run
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def step(*qkv: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(attend(*qkv).square().sum(), qkv)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_plain_calls_go_past_the_operators(
     packed: bool, operators: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +103,7 @@ def test_plain_calls_go_past_the_operators(
     assert not operators
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_a_default_device_is_no_watcher(packed: bool, operators: list[int], device: str) -> None:
     """Nothing is made on it, here that which has no numbers; and afterwards it is still the default."""
     call = random_call([5, 5], packed=packed, device=device)
@@ -197,7 +197,7 @@ class Module(torch.nn.Module):
         return attend(*qkv)
 
 
-@pytest.mark.parametrize("watcher", WATCHED.values(), ids=WATCHED)
+@each_of("watcher", WATCHED)
 @pytest.mark.filterwarnings("ignore")
 def test_watched_calls_are_operators(watcher: Callable[[], Any], operators: list[int]) -> None:
     torch._dynamo.reset()
@@ -216,7 +216,7 @@ def test_a_watcher_of_the_backward_pass_sees_it(operators: list[int]) -> None:
     assert operators
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@packed_or_dense
 def test_both_ways_lead_to_the_same(packed: bool) -> None:
     """All results and gradients, also those through lse alone and those that no input wants."""
     options: dict[str, Any] = {"sink": True, "bias": (1, 1), "softcap": 2.0, "window_size": (4, 0), "nheads_k": 1}
@@ -247,8 +247,6 @@ def test_only_wanted_gradients(mode: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(dispatch.BACKENDS, "portable", Asked())
     call = random_call([9], sink=True, bias=(1, 1))
-    assert call.bias is not None
-    assert call.learnable_sink is not None
     with mode():
         run(call).sum().backward()
         call.bias.requires_grad_(False)
@@ -319,7 +317,6 @@ def test_changed_inputs_are_noticed() -> None:
 def test_changed_offsets_are_noticed() -> None:
     call = random_call([5, 4])
     out = run(call)
-    assert call.cu_seqlens_k is not None
     call.cu_seqlens_k.add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()

@@ -9,9 +9,7 @@ from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.backends.cute.plan import BiasGradientPlan, plan_bias_gradient
 from flash_attn_cute.spec import AttentionSpec
 from lab import interpreter
-from tests.lib import oracle
-from tests.lib.checks import assert_close, gradients, poisoned_dout, rounding_over_keys
-from tests.lib.interpreted.backward import Interpreted, execute
+from tests.lib.interpreted.backward import Interpreted, check
 from tests.lib.interpreted.common import B200, Executed
 from tests.lib.oracle import Call
 
@@ -59,16 +57,4 @@ class WithGradient(Interpreted):
 
 def check_dbias(call: Call, backend: WithGradient) -> None:
     """The gradient of a bias against the oracle's, and zeros in its padding."""
-    assert call.bias is not None
-    truth, low = call.to(torch.float64), call.to(call.q.dtype)
-    (out, lse), (low_out, low_lse) = oracle.attention(truth), oracle.attention(low)
-    dout, dlse = poisoned_dout(call, out.to(call.q.dtype)), torch.randn(lse.shape)
-    got = execute(call, backend, lse.detach().float(), dout, dlse)["dbias"]
-    expected = gradients(truth, out, lse, dout, dlse)["dbias"]
-    yardstick = gradients(low, low_out, low_lse, dout, dlse)["dbias"]
-    room = 0.0
-    if got.ndim == 0 or got.shape[-1] == 1:
-        room = rounding_over_keys(got.shape, low_out - out, dout)
-    size = max(1.0, expected.abs().max().item())
-    assert_close("dbias", got, expected, yardstick, 3.0 if call.softcap else 2.0, size, room)
-    assert (got[call.score_padding(call.bias)] == 0).all(), "dbias: padding is not zero"
+    check(call, backend, through_lse=True, only="dbias")

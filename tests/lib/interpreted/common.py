@@ -3,12 +3,17 @@
 import dataclasses
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.backends.base import Backend, Gradients
+from flash_attn_cute.backends.cute import counters
+from flash_attn_cute.backends.cute.backend import CuteBackend, Launch
+from flash_attn_cute.backends.cute.plan import takes_tiles
 from flash_attn_cute.calls.prepared_call import known_of_block_mask
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
@@ -20,12 +25,20 @@ from tests.lib.oracle import Call
 
 B200, B300 = TARGETS  # their compute capabilities
 H100 = 9, 0
+NUM_SMS = 2
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture:
     """The architecture of GPUs of a compute capability, with kernels for these."""
     found = ARCHITECTURES[architecture_for(capability) or ""]
     return found.on(capability) if len(found.targets) > 1 else found
+
+
+def reconfigured(architecture: Architecture, name: Any, configure: Callable[..., Any]) -> Architecture:
+    """An architecture that configures a pass otherwise: by a function of its own one, and of what that is given."""
+    own = architecture.passes[name]
+    other = own._replace(configure=functools.partial(configure, own.configure))
+    return architecture._replace(passes=architecture.passes | {name: other})
 
 
 def as_given(
@@ -40,7 +53,6 @@ def as_given(
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
     block = 0 if call.block_mask is None else call.block_mask.selection_block
     if block:
-        assert call.block_mask is not None
         fields["selected"] = call.block_mask.selected()
     elif call.block_mask is not None:
         fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=backward)
@@ -99,6 +111,38 @@ class Executed:
         """The kernels that the launching code launches, in order."""
         launches = host(self.plan.config).launches(a, memory.places)
         return [launch for launch in launches if self.only in launch.name]
+
+
+class Interpreted(CuteBackend):
+    """The backend, whose passes are planned for so many SMs, and executed by the interpreter."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        num_sms: int,
+        draw: random.Random,
+        changed: interpreter.Program | None = None,
+        lagging: interpreter.Lagging | None = None,
+    ):
+        super().__init__(architecture)
+        self.planned_sms, self.draw, self.changed, self.lagging = num_sms, draw, changed, lagging
+        self.launch_of = self.prepare  # type: ignore[assignment]
+
+    def prepare(self, plan_pass: Any, _: torch.device, spec: AttentionSpec, *given: Any) -> Launch:
+        """Plans as ``_launch_of`` does, without a GPU."""
+        plan = plan_pass(self.architecture, spec, *given, self.planned_sms)
+        return Launch(Executed(plan, self.draw, self.changed, self.lagging), plan, takes_tiles(plan.config))
+
+
+def fresh_counters() -> Any:
+    """A context in which each launch gets a counter of tiles on the CPU."""
+    return patch.object(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32))
+
+
+def by_name(found: Gradients) -> dict[str, Tensor]:
+    """Gradients that there are, by the names that tests have for them."""
+    names = {"dq": found.dq, "dk": found.dk, "dv": found.dv, "dbias": found.dbias, "dlearnable_sink": found.dsink}
+    return {name: x for name, x in names.items() if x is not None}
 
 
 def tensors_of(a: Any) -> dict[str, Tensor]:

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import backend as cute_backend
-from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 from tests.lib.checks import bitwise_equal
-from tests.lib.interpreted.common import Executed, architecture_of
+from tests.lib.interpreted.common import NUM_SMS, Executed, architecture_of, fresh_counters
 from tests.lib.packings import Document, Layout, packing, results
-
-NUM_SMS = 2
 
 
 class Interpreted(CuteBackend):
@@ -61,7 +58,7 @@ def interpreted(capability: tuple[int, int], seed: int = 0) -> Iterator[None]:
     backends: dict[str, Any] = {"interpreted": Interpreted(capability, random.Random(seed))}
     with (
         patch.dict(dispatch.BACKENDS, backends),
-        patch.object(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32)),
+        fresh_counters(),
         patch.object(cute_backend, "_num_sms", lambda device: NUM_SMS),
     ):
         yield

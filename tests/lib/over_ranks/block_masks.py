@@ -14,11 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute import BlockMask, flash_attn_func
-from flash_attn_cute.distributed import (
-    Sharding,
-    context_parallel_attn_func,
-    context_parallel_attn_varlen_func,
-)
+from flash_attn_cute.distributed import Sharding, context_parallel_attn_func, context_parallel_attn_varlen_func
 from tests.lib.over_ranks.cases import DOCUMENTS, Case, Leaves, alone, assert_same, expected_here, shardings, together
 
 
