@@ -2,20 +2,21 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lab.model import timeline
 from lab.model.blackwell import ForwardDesign
 from lab.model.designs import CHANGES, DESIGNS, OPEN, PUBLISHED, Case, Change, on
-from lab.model.launch import Shape, steady_state
+from lab.model.launch import Prediction, Shape, steady_state
 from lab.model.machine import B200, B200_BY_POWER, B300, H200, Machine
-from lab.model.record import hopper_pass, rows
+from lab.model.record import Row, hopper_pass, rows
 from lab.model.sm import Maker
 
 PAGE = Path(__file__).parents[2] / "docs" / "blackwell-model.md"
 _PRINTED = re.compile(r"^(<!-- python -m lab\.model (.+) -->\n\n)((?:\|.*\n)+)", re.MULTILINE)
+_SUITES = ("forward", "backward", "lengths", "bias")
 _MACHINES = {"B200": (B200, B200_BY_POWER), "B300": (B300, replace(B200_BY_POWER, exp2=B300.exp2))}
 _HOPPER = {
     "hopper forward full": Shape(4, 8192, 16, 128, 128),
@@ -49,7 +50,8 @@ def printed(command: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab.model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record", help="the Hopper kernels, beside benchmarks/results")
+    record = commands.add_parser("record", help="the Hopper kernels, beside benchmarks/results")
+    record.add_argument("--by-kind", action="store_true", help="rows of equal heads and masks together")
     commands.add_parser("published", help="flash-attn-4 on a B200, beside what was published")
     commands.add_parser("sensitivity", help="the same with other constants")
     designs = commands.add_parser("designs", help="our kernels for Blackwell")
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _lines(given: argparse.Namespace) -> Iterable[str]:
     lines: dict[str, Callable[[], Iterable[str]]] = {
-        "record": _record,
+        "record": _record_by_kind if given.command == "record" and given.by_kind else _record,
         "published": _published,
         "sensitivity": _sensitivity,
         "designs": lambda: _designs(given.machine, forward=given.forward),
@@ -91,7 +93,7 @@ def _table(*columns: str) -> Iterator[str]:
 
 def _record() -> Iterator[str]:
     yield from _table("suite, case", "GHz", "measured, TFLOP/s", "predicted", "error of time", "clocks a step", "bound")
-    for suite in ("forward", "backward", "lengths", "bias"):
+    for suite in _SUITES:
         for row in rows(suite):
             p = hopper_pass(row.shape).predict()
             busiest = f"{p.bound} {p.busy[p.bound]:.0%}"
@@ -100,6 +102,25 @@ def _record() -> Iterator[str]:
                 f"| {suite} {row.name} | {row.ghz(p):.2f} | {row.tflops:.0f} | {predicted:.0f} "
                 f"| {row.error(p):+.1%} | {p.step:.0f} | {busiest} |"
             )
+
+
+def _record_by_kind() -> Iterator[str]:
+    yield from _table("pass, heads x d, mask", "rows", "GHz", "error of time", "clocks a step", "bound")
+    kinds: dict[str, list[tuple[Row, Prediction]]] = {}
+    for row in (row for suite in _SUITES for row in rows(suite)):
+        shape = row.shape
+        direction, mask = "backward" if shape.backward else "forward", "causal" if shape.causal else "full"
+        kind = f"{direction} {shape.heads}x{shape.d} {mask}"
+        kinds.setdefault(kind, []).append((row, hopper_pass(shape).predict()))
+    for kind, found in kinds.items():
+        clocks = _range([f"{x:.2f}" for x in sorted(row.ghz(p) for row, p in found)])
+        errors = _range([f"{x:+.1%}" for x in sorted(row.error(p) for row, p in found)])
+        p = found[0][1]
+        yield f"| {kind} | {len(found)} | {clocks} | {errors} | {p.step:.0f} | {p.bound} {p.busy[p.bound]:.0%} |"
+
+
+def _range(ascending: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys([ascending[0], ascending[-1]]))
 
 
 def _published() -> Iterator[str]:

@@ -27,7 +27,7 @@ from lab.model.timeline import picture
 from tests.lib.tiers import tiered
 
 COMMANDS = command_line.commands_of_page()
-QUICK = ("record", "published")
+QUICK = ("record --by-kind", "published")
 RARE = ("sensitivity", "changes")  # other constants, and what designs were
 
 SHAPES = {
