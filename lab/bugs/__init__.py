@@ -24,7 +24,7 @@ A module has the bugs of one kernel, or those that a variant of it adds:
 
 from lab.bugs.backward import BACKWARD
 from lab.bugs.bias import BIAS
-from lab.bugs.code import SECOND, Code, LeftOut, arrivals, find, waits
+from lab.bugs.code import Code, LeftOut, arrivals, find, waits
 from lab.bugs.columns import COLUMNS
 from lab.bugs.forward import FORWARD
 from lab.bugs.forward_pair import FORWARD_PAIR
@@ -61,7 +61,6 @@ __all__ = [
     "IMPLIED",
     "LAUNCHES",
     "PAGE",
-    "SECOND",
     "TABLES",
     "Bug",
     "Bugs",

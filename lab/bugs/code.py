@@ -11,34 +11,49 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.schedule import Schedule
-from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config
-from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
-from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import bias_gradient_config
-from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.forward_config import forward_config
-from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.lint import barrier_operand
 from lab.ptx import tree
 from lab.ptx.threads import Program, Thread
 from lab.ptx.tree import Instruction
 
+_RANKS = {"first": 0, "second": 1}  # of a pair's CTAs
+# What can be flipped: which operand it is of, and at which of its bits it begins.
+_FIELDS = {
+    "parity": (2, 0),  # of a wait
+    "ctas": (1, 0),  # of a commit
+    "rank": (2, 0),  # of mapa
+    "target": (0, 0),  # of a product, and so are the others
+    **{f"{x}{field}": (i, at) for i, x in ((1, "a"), (2, "b")) for field, at in (("", 0), (".leading", 16))},
+    **{f"{x}{field}": (i, at) for i, x in ((1, "a"), (2, "b")) for field, at in ((".stride", 32), (".swizzle", 61))},
+    "is_sparse": (3, 2),
+    "saturates": (3, 3),
+    "type_a": (3, 7),
+    "negates_b": (3, 14),
+    "transposes_a": (3, 15),
+    "transposes_b": (3, 16),
+    "columns": (3, 17),  # in units of 8
+    "rows": (3, 24),  # in units of 16
+    "accumulates": (5, 0),
+}
 
-def warps_of(schedule: Schedule) -> dict[str, range]:
-    """Warps of each role; those of a kernel's configurations are the same."""
-    return {role.name: role.warps for role in schedule.roles}
 
+def warps_of(schedule: Schedule, who: str) -> tuple[int | None, list[int]]:
+    """Warps of a role, and the rank of the CTA whose they are, if it is of one alone.
 
-FORWARD_WARPS = warps_of(forward_schedule(forward_config("bfloat16", 128, 128, Features())))
-BACKWARD_WARPS = warps_of(backward_schedule(backward_config("bfloat16", 128, 128, Features())))
-BIAS_WARPS = warps_of(bias_gradient_schedule(bias_gradient_config("bfloat16", 128, 128, Features(bias=True))))
-MMA, PRODUCER = (BACKWARD_WARPS[name][0] for name in ("mma", "producer"))  # of all kernels
-SECOND = 16  # the first warp of a pair's second CTA, whose warps are counted behind those of the first
-# Operands: of a wait, and of a product; and where parts of a descriptor begin.
-PARITY = 2
-TARGET, A, B, KIND, ACCUMULATES = 0, 1, 2, 3, 5
-LEADING, STRIDE, SWIZZLE = 16, 32, 61
+    Args:
+        schedule: of the kernel.
+        who: the role's name. ":4" behind it are its warps from the fifth on, ":1:4" its second to fourth; "first " or
+            "second " ahead of it is a CTA of a pair, and alone all warps of that.
+    """
+    cta, _, role = who.partition(" ")
+    rank = _RANKS.get(cta)
+    name, _, bounds = (who if rank is None else role).partition(":")
+    first, _, last = bounds.partition(":")
+    warps = [warp for each in schedule.roles if name in ("", each.name) for warp in each.warps]
+    if not warps:
+        raise ValueError(f"no role {who}")
+    return rank, warps[int(first or 0) : int(last) if last else None]
 
 
 class Edit(NamedTuple):
@@ -65,19 +80,19 @@ class Code:
         (self.function,) = tree.parse(self.text).functions
         self.instructions = self.function.instructions
         self.numbers = {x.start: number for number, x in enumerate(self.instructions)}
-        self._threads: dict[int, Thread] = {}
+        self._threads: dict[str, Thread] = {}
 
     @cached_property
     def _programs(self) -> list[Program]:
         """Programs of the two CTAs of a pair; of another kernel both are equal."""
         return [Program(self.function, rank) for rank in range(2)]
 
-    def thread(self, warp: int) -> Thread:
-        """The first of a warp, which is the elected one."""
-        if warp not in self._threads:
-            rank, index = divmod(warp, SECOND)
-            self._threads[warp] = Thread(self._programs[rank], 32 * index)
-        return self._threads[warp]
+    def thread(self, who: str) -> Thread:
+        """The first of a role's first warp, which is the elected one."""
+        if who not in self._threads:
+            rank, (first, *_) = warps_of(self.schedule, who)
+            self._threads[who] = Thread(self._programs[rank or 0], 32 * first)
+        return self._threads[who]
 
     def text_of(self, x: Instruction) -> str:
         """Text of an instruction as it is written."""
@@ -126,7 +141,7 @@ class Found:
     """Instructions to look for, and ways to change them, each of which is a ``Change``."""
 
     look: Callable[[Code], list[Instruction]]
-    wait: tuple[int, str] | None = None  # the warp that waits by them, and for which barrier
+    wait: tuple[str, str] | None = None  # the role that waits by them, and for which barrier
 
     def __getitem__(self, which: int | slice) -> "Found":
         """Some of these instructions."""
@@ -152,15 +167,16 @@ class Found:
         """They have another text, where a regular expression fits once."""
         return lambda c: [_rewritten(c, x, pattern, replacement) for x in self.look(c)]
 
-    def flipped(self, operand: int, bits: int = 1) -> Change:
-        """The register of an operand has other bits, for the time of the instruction."""
+    def flipped(self, field: str, bits: int = 1) -> Change:
+        """A field of ``_FIELDS`` has other bits in the register that it is in, for the time of the instruction."""
+        operand, at = _FIELDS[field]
 
         def change(c: Code) -> list[Edit]:
             edits = []
             for x in self.look(c):
                 (register,) = x.operands[operand].names
                 width = {"%rd": 64, "%rs": 16}.get(register[:3], 32)
-                flip = f"\nxor.b{width} {register}, {register}, {bits};\n"
+                flip = f"\nxor.b{width} {register}, {register}, {bits << at};\n"
                 if register.startswith("%p"):
                     flip = f"\nnot.pred {register}, {register};\n"
                 start, end = c.span(x)
@@ -181,6 +197,10 @@ class Found:
             return edits
 
         return change
+
+    def ending_with(self, number: int) -> Change:
+        """Their last operand, such as an arrival's count or its bytes, is a number instead of a register."""
+        return self.rewritten(r", %r\d+;", f", {number};")
 
     def at_other_barrier(self, operand: int, here: str, there: str) -> Change:
         """They are about the first stage of another barrier than that of a name."""
@@ -224,11 +244,11 @@ def _rewritten(c: Code, x: Instruction, pattern: str, replacement: str) -> Edit:
     return Edit(x.start, x.end, text)
 
 
-def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = "") -> Found:
-    """Instructions that a warp executes.
+def find(by: str, opcode: str, count: int = 1, barrier: str = "", having: str = "") -> Found:
+    """Instructions that the first warp of a role executes.
 
     Args:
-        by: the warp.
+        by: the role, as ``warps_of`` takes it.
         opcode: how they begin, in whole words.
         count: how many there are, or it is a ``ValueError``.
         barrier: the name of the mbarriers that they wait for, or arrive at; of one stage, ``name+stage``.
@@ -247,54 +267,48 @@ def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = 
         ]
         if len(found) != count:
             lines = [x.line for x in found]
-            raise ValueError(f"{opcode} {barrier} {having} of warp {by}: expected {count}, got those of lines {lines}")
+            raise ValueError(f"{opcode} {barrier} {having} of {by}: expected {count}, got those of lines {lines}")
         return found
 
     return Found(look)
 
 
-def waits(by: int, barrier: str, count: int = 1) -> Found:
+def waits(by: str, barrier: str, count: int = 1) -> Found:
     """Waits of a warp for an mbarrier."""
     return Found(find(by, "mbarrier.try_wait", count, barrier).look, (by, barrier))
 
 
-def arrivals(by: int, barrier: str, count: int = 1) -> Found:
+def arrivals(by: str, barrier: str, count: int = 1) -> Found:
     """Arrivals of threads at an mbarrier."""
     return find(by, "mbarrier.arrive", count, barrier)
 
 
-def commits(by: int, barrier: str, count: int = 1) -> Found:
+def commits(barrier: str, count: int = 1) -> Found:
     """Commits, which arrive at an mbarrier when products are done."""
-    return find(by, "tcgen05.commit", count, barrier)
+    return find("mma", "tcgen05.commit", count, barrier)
 
 
-def uncounted(barrier: str, number: int, by: int = PRODUCER) -> Change:
-    """Barriers of a name, which a warp sets up, count so many arrivals less than their schedule says."""
+def uncounted(barrier: str, number: int, by: str = "producer") -> Change:
+    """Barriers of a name, which a role sets up, count so many arrivals less than their schedule says."""
 
     def change(c: Code) -> list[Edit]:
         name, _, side = barrier.partition(".")
         pipeline = c.schedule.pipeline(name)
-        count = {"full": pipeline.full_count, "empty": pipeline.empty_count}[side] - number
-        init = find(by, "mbarrier.init", pipeline.stages, barrier)
-        return init.rewritten(r", %r\d+;", f", {count};")(c)
+        count = (pipeline.full_count if side == "full" else pipeline.empty_count) - number
+        return find(by, "mbarrier.init", pipeline.stages, barrier).ending_with(count)(c)
 
     return change
 
 
-def meetings(by: int) -> Found:
+def meetings(by: str) -> Found:
     """Where a warp meets the other CTA of its pair, by an arrival and a wait: as it begins, and as it ends."""
     return find(by, "barrier.cluster", 4)
 
 
 # Where tiles are published to a pair's second CTA.
-PUBLISHED = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
+PUBLISHED = find("producer", "cp.async.bulk.shared::cluster", 4, "tiles.full")
 
 
 def both(*changes: Change) -> Change:
     """All of some changes."""
     return lambda c: [edit for change in changes for edit in change(c)]
-
-
-def columns(by: int, opcode: str, number: int) -> Change:
-    """Another number of columns of tensor memory."""
-    return find(by, opcode).ahead("mov.b32").rewritten("512", str(number))

@@ -1,31 +1,27 @@
 """Bugs of the backward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import BACKWARD_WARPS, PRODUCER, find
-from lab.bugs.table import Bug, Bugs, all_arrive, always_branches, counted_short, no_arrival, no_wait, wrong_phase
-
-_COMPUTE, _ADD = (BACKWARD_WARPS[name][0] for name in ("compute", "adding"))
+from lab.bugs.code import find
+from lab.bugs.table import Bug, Bugs
 
 # What the producer publishes of an entry and of a turn, in shared memory; where it reads lists and entries, and where
 # threads read bits, 8 bytes each.
-_ENTRY, _TURN = (find(PRODUCER, "st.shared", 2, having=places) for places in (r"\+69[26]\]", r"\+7(56|60)\]"))
-_LISTS = find(PRODUCER, "ld.global", 7)
+_ENTRY, _TURN = (find("producer", "st.shared", 2, having=places) for places in (r"\+69[26]\]", r"\+7(56|60)\]"))
+_LISTS = find("producer", "ld.global", 7)
 _LIST, _TURN_OF_ENTRY = _LISTS[2:4], _LISTS[6]
-_BITS = find(_COMPUTE, "ld.global.b64")
+_BITS = find("compute", "ld.global.b64")
 _TILE = 128 * 128 // 8  # bytes of bits
 
 
 COLUMNS: Bugs = {
     "missing wait": (
-        no_wait(
-            "compute warps read an entry before it is there", _COMPUTE, "entries.full", "lists", frozenset({PRODUCER})
-        ),
-        no_wait("adding warps read a turn before it is there", _ADD, "turns.full", "lists", frozenset({PRODUCER})),
+        Bug.no_wait("compute warps read an entry before it is there", "compute", "entries.full", "lists"),
+        Bug.no_wait("adding warps read a turn before it is there", "adding", "turns.full", "lists"),
     ),
     "wrong phase": (
-        wrong_phase("compute warps are a phase late with entries", _COMPUTE, "entries.full", "lists"),
-        wrong_phase("adding warps are a phase late with turns", _ADD, "turns.full", "lists"),
-        wrong_phase("the producer waits for entries as if stages began full", PRODUCER, "entries.empty", "lists"),
-        wrong_phase("the producer waits for turns as if stages began full", PRODUCER, "turns.empty", "lists"),
+        Bug.wrong_phase("compute warps are a phase late with entries", "compute", "entries.full", "lists"),
+        Bug.wrong_phase("adding warps are a phase late with turns", "adding", "turns.full", "lists"),
+        Bug.wrong_phase("the producer waits for entries as if stages began full", "producer", "entries.empty", "lists"),
+        Bug.wrong_phase("the producer waits for turns as if stages began full", "producer", "turns.empty", "lists"),
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _ENTRY.further(0, 8), "lists"),
@@ -41,17 +37,17 @@ COLUMNS: Bugs = {
         Bug("scores are hidden by the bits of another block", _BITS.further(1, _TILE), "causal"),
         Bug("a warpgroup has bits of the other one's queries", _BITS.further(1, _TILE // 2), "causal"),
         Bug("a thread has the bits of the next key", _BITS.further(1, 8), "causal"),
-        always_branches("scores whose bits are 0 are not hidden", find(_COMPUTE, "tcgen05.ld", 8)[0], "lists"),
+        Bug.always_branches("scores whose bits are 0 are not hidden", find("compute", "tcgen05.ld", 8)[0], "lists"),
     ),
     "wrong count": (
-        counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
-        counted_short("a turn is said to be read when one adding warp has read it", "turns.empty", 1, "many"),
-        all_arrive("all threads of a warp say that they have read an entry", _COMPUTE, "entries.empty", "many"),
+        Bug.counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
+        Bug.counted_short("a turn is said to be read when one adding warp has read it", "turns.empty", 1, "many"),
+        Bug.all_arrive("all threads of a warp say that they have read an entry", "compute", "entries.empty", "many"),
     ),
     "missing arrival": (
-        no_arrival("compute warps do not give entries back", _COMPUTE, "entries.empty", "many"),
-        no_arrival("adding warps do not give turns back", _ADD, "turns.empty", "many"),
-        no_arrival("an entry is not published", PRODUCER, "entries.full", "lists"),
-        no_arrival("a turn is not published", PRODUCER, "turns.full", "lists"),
+        Bug.no_arrival("compute warps do not give entries back", "compute", "entries.empty", "many"),
+        Bug.no_arrival("adding warps do not give turns back", "adding", "turns.empty", "many"),
+        Bug.no_arrival("an entry is not published", "producer", "entries.full", "lists"),
+        Bug.no_arrival("a turn is not published", "producer", "turns.full", "lists"),
     ),
 }

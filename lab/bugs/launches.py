@@ -25,16 +25,21 @@ def _changed(kernel: str, change: Callable[[Launch, Mapping[str, int]], Launch])
     return lambda launches, places: [change(x, places) if kernel in x.name else x for x in launches]
 
 
-def _of(kernel: str, **fields: Any) -> Change:
-    return _changed(kernel, lambda launch, _: launch._replace(**fields))
+def _with(kernel: str, field: str, change: Callable[[Any], Any]) -> Change:
+    """Changes a field of a kernel's launch."""
+    return _changed(kernel, lambda launch, _: launch._replace(**{field: change(getattr(launch, field))}))
 
 
 def _fewer_ctas(kernel: str) -> Change:
-    return _changed(kernel, lambda launch, _: launch._replace(grid=(launch.grid[0] - 1, 1, 1)))
+    return _with(kernel, "grid", lambda grid: (grid[0] - 1, 1, 1))
 
 
 def _less_shared(kernel: str) -> Change:
-    return _changed(kernel, lambda launch, _: launch._replace(shared=launch.shared - 1024))
+    return _with(kernel, "shared", lambda size: size - 1024)
+
+
+def _alone(kernel: str) -> Change:
+    return _with(kernel, "cluster", lambda _: (1, 1, 1))
 
 
 def _with_param(launch: Launch, number: int, param: bytes) -> Launch:
@@ -61,12 +66,9 @@ def _map(kernel: str, number: int, form: str, at: int, change: Callable[[int], i
 
 def _map_of(kernel: str, number: int, other: int) -> Change:
     """A tensor map in the place of another one."""
-
-    def with_map(launch: Launch, _: Mapping[str, int]) -> Launch:
-        maps = _maps(launch)
-        return _with_param(launch, maps[number], launch.params[maps[other]])
-
-    return _changed(kernel, with_map)
+    return _changed(
+        kernel, lambda launch, _: _with_param(launch, _maps(launch)[number], launch.params[_maps(launch)[other]])
+    )
 
 
 def _in_workspace(kernel: str, number: int, by: int) -> Change:
@@ -104,15 +106,11 @@ LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
         LaunchBug("preprocessing has a CTA less", "backward", _fewer_ctas("Preprocess")),
         LaunchBug("a mask is cut into tiles by a CTA less", "mask", _fewer_ctas("MaskTiles")),
         LaunchBug("a tile of a bias's gradient has no CTA", "bias", _fewer_ctas("BiasGradient")),
-        LaunchBug("a CTA has a warp less", "forward", _of(_FORWARD, block=(480, 1, 1))),
+        LaunchBug("a CTA has a warp less", "forward", _with(_FORWARD, "block", lambda _: (480, 1, 1))),
     ),
     "cluster": (
-        LaunchBug(
-            "a pair of the forward pass is launched without its cluster",
-            "forward pair",
-            _of(_FORWARD_PAIR, cluster=(1, 1, 1)),
-        ),
-        LaunchBug("a pair of the backward pass is launched without its cluster", "pair", _of(_PAIR, cluster=(1, 1, 1))),
+        LaunchBug("a pair of the forward pass is launched without its cluster", "forward pair", _alone(_FORWARD_PAIR)),
+        LaunchBug("a pair of the backward pass is launched without its cluster", "pair", _alone(_PAIR)),
     ),
     "shared memory": (
         LaunchBug("the forward kernel has 1 KB less", "forward", _less_shared(_FORWARD)),

@@ -1,27 +1,23 @@
 """Bugs of the forward kernel under masks, where it is not as without."""
 
-from lab.bugs.code import ACCUMULATES, FORWARD_WARPS, MMA, PRODUCER, arrivals, find, uncounted
-from lab.bugs.table import Bug, Bugs, all_arrive, no_arrival, no_wait, wrong_phase
-
-_SOFTMAX, _EPILOGUE = (FORWARD_WARPS[name][0] for name in ("softmax", "epilogue"))
+from lab.bugs.code import arrivals, find, uncounted
+from lab.bugs.table import Bug, Bugs
 
 _EMPTY = ", -2;"
-_OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
+_OF_O = find("mma", "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
 _FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
 # Iteration over lists: of each part the next entry, set when a pass begins, moved on behind a window; twice, as there
 # are two passes.
-_NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
-_PUBLISHED = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
+_NEXT_ENTRIES = find("producer", "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
+_PUBLISHED = find("producer", "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 
 LISTS: Bugs = {
-    "missing wait": (
-        no_wait("softmax reads an entry before it is there", _SOFTMAX, "entries.full", "lists", frozenset({PRODUCER})),
-    ),
+    "missing wait": (Bug.no_wait("softmax reads an entry before it is there", "softmax", "entries.full", "lists"),),
     "wrong phase": (
-        wrong_phase("softmax is a phase late with entries", _SOFTMAX, "entries.full", "lists"),
-        wrong_phase("the mma warp reads the last phase's entries", MMA, "entries.full", "many"),
-        wrong_phase("the producer waits as if stages began full", PRODUCER, "entries.empty", "lists"),
+        Bug.wrong_phase("softmax is a phase late with entries", "softmax", "entries.full", "lists"),
+        Bug.wrong_phase("the mma warp reads the last phase's entries", "mma", "entries.full", "many"),
+        Bug.wrong_phase("the producer waits as if stages began full", "producer", "entries.empty", "lists"),
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12), "lists"),
@@ -35,15 +31,15 @@ LISTS: Bugs = {
             lint="arrivals",
             shows=False,
         ),
-        all_arrive("all threads of a warp say that they have read an entry", _SOFTMAX, "entries.empty", "many"),
+        Bug.all_arrive("all threads of a warp say that they have read an entry", "softmax", "entries.empty", "many"),
     ),
     "missing arrival": (
-        no_arrival("the mma warp does not give entries back", MMA, "entries.empty", "many"),
-        no_arrival("softmax does not give entries back", _SOFTMAX, "entries.empty", "many"),
-        no_arrival("an entry is not published", PRODUCER, "entries.full", "lists"),
+        Bug.no_arrival("the mma warp does not give entries back", "mma", "entries.empty", "many"),
+        Bug.no_arrival("softmax does not give entries back", "softmax", "entries.empty", "many"),
+        Bug.no_arrival("an entry is not published", "producer", "entries.full", "lists"),
         Bug(
             "softmax does not hand over the part of P that it leaves out",
-            arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),
+            arrivals("softmax", "p.full", 3)[2].left_out(),
             "lists",
         ),
     ),
@@ -57,24 +53,24 @@ LISTS: Bugs = {
     "left out": (
         Bug(
             "scores of a block are left out though its part sees it",
-            find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd").left_out(),
+            find("mma", "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd").left_out(),
             "lists",
         ),
         Bug(
             "outputs of a block are not left out though their part does not see it",
-            find(MMA, "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
+            find("mma", "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
             "lists",
         ),
         Bug(
             "softmax computes P of scores that were left out",
-            find(_SOFTMAX, "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
+            find("softmax", "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
             "lists",
         ),
         Bug(
             "what stands where nothing was multiplied is not left out of O",
-            find(_EPILOGUE, "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
+            find("epilogue", "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
             "blind",
         ),
-        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped(ACCUMULATES), "lists"),
+        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped("accumulates"), "lists"),
     ),
 }

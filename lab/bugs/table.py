@@ -5,187 +5,152 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.bugs.code import (
-    BACKWARD_WARPS,
-    MMA,
-    PARITY,
-    PRODUCER,
-    SECOND,
-    Change,
-    Found,
-    arrivals,
-    both,
-    columns,
-    commits,
-    find,
-    uncounted,
-    waits,
-)
+from flash_attn_cute.kernels.schedule import Schedule
+from lab.bugs.code import Change, Found, LeftOut, arrivals, both, commits, find, uncounted, waits, warps_of
 from lab.bugs.launches import LaunchBug
-from lab.interpreter import Lagging
+from lab.interpreter import Lagging, Name
 
 PAGE = Path(__file__).parents[2] / "docs" / "blackwell-checks.md"
-LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG, WARPGROUPS_LAG = (
-    frozenset({name}) for name in ("loads", "stores", "products", "arrivals", "warpgroups")
-)
-FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
-
-LAST_REGISTER = r", %r\d+;"  # the last operand, such as an arrival's count or its bytes
+_ENGINES = ("loads", "stores", "products", "arrivals", "warpgroups")
+_EACH = slice(None)
 
 
 class Bug(NamedTuple):
-    """A bug, and what finds it."""
+    """A bug, and what finds it. Functions of the class make those that several kernels have."""
 
     text: str  # what is wrong
     plant: Change
     call: str  # that shows it, by its name
-    lags: Lagging = frozenset()  # who is to lag for it to show
+    lags: str = ""  # an engine or a role that is to lag for it to show; "": who arrives where a wait is left out
     lint: str = ""  # the rule that finds it; "": none
     shows: bool = True  # whether the call ends in a fault, in a deadlock or with wrong numbers
+
+    def lagging(self, schedule: Schedule) -> Lagging:
+        """Engines and warps that lag, in the kernel of a schedule."""
+        if self.lags in _ENGINES:
+            return frozenset({self.lags})
+        if self.lags:
+            rank, warps = warps_of(schedule, self.lags)
+            return frozenset(warps if rank is None else ((rank, warp) for warp in warps))
+        if not isinstance(self.plant, LeftOut) or self.plant.found.wait is None:
+            return frozenset()
+        name, side = self.plant.found.wait[1].partition("+")[0].split(".")
+        pipeline = schedule.pipeline(name)
+        if side == "full" and pipeline.num_bytes:
+            return frozenset({"loads"})
+        found: set[Name] = set()
+        for each in pipeline.full if side == "full" else pipeline.empty:
+            role = schedule.role(each.role)
+            found |= {"products"} if each == role.commit() else {*role.warps}
+        return frozenset(found)
+
+    @staticmethod
+    def no_wait(
+        text: str, by: str, barrier: str, call: str, lags: str = "", *, count: int = 1, which: int | slice = _EACH
+    ) -> "Bug":
+        """A warp does not wait for an mbarrier, in some or each of ``count`` places."""
+        return Bug(text, waits(by, barrier, count)[which].left_out(), call, lags)
+
+    @staticmethod
+    def wrong_phase(
+        text: str, by: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH
+    ) -> "Bug":
+        """A warp waits for an mbarrier's other phase, in some or each of ``count`` places."""
+        return Bug(text, waits(by, barrier, count)[which].flipped("parity"), call)
+
+    @staticmethod
+    def no_arrival(text: str, by: str, barrier: str, call: str, *, count: int = 1) -> "Bug":
+        """Threads of a warp do not arrive at an mbarrier, in each of ``count`` places."""
+        return Bug(text, arrivals(by, barrier, count).left_out(), call, lint="arrivals")
+
+    @staticmethod
+    def no_commit(
+        text: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH, lint: str = ""
+    ) -> "Bug":
+        """Products do not arrive at an mbarrier when they are done, in some or each of ``count`` places."""
+        return Bug(f"{text}: there is no commit", commits(barrier, count)[which].left_out(), call, lint=lint)
+
+    @staticmethod
+    def all_arrive(text: str, by: str, barrier: str, call: str) -> "Bug":
+        """All threads of a warp arrive at an mbarrier, not the elected one alone."""
+        return Bug(text, arrivals(by, barrier).ahead("bra").left_out(), call, lint="arrivals")
+
+    @staticmethod
+    def counted_short(text: str, barrier: str, number: int, call: str, lags: str = "") -> "Bug":
+        """An mbarrier counts so many arrivals too few."""
+        return Bug(text, uncounted(barrier, number), call, lags, lint="arrivals")
+
+    @staticmethod
+    def no_fence_before(between: str, arrival: Found, call: str) -> "Bug":
+        """No fence of tensor memory ahead of an arrival."""
+        left_out = arrival.ahead("tcgen05.fence::before").left_out()
+        text = f"no tcgen05.fence::before_thread_sync between {between}"
+        return Bug(text, left_out, call, lint="fence-before", shows=False)
+
+    @staticmethod
+    def no_fence_after(between: str, wait: Found, call: str) -> "Bug":
+        """No fence of tensor memory behind a wait."""
+        left_out = wait.behind("tcgen05.fence::after").left_out()
+        text = f"no tcgen05.fence::after_thread_sync between {between}"
+        return Bug(text, left_out, call, lint="fence-after", shows=False)
+
+    @staticmethod
+    def no_load_wait(text: str, load: Found, call: str) -> "Bug":
+        """No wait behind a load from tensor memory."""
+        return Bug(text, load.behind("tcgen05.wait::ld").left_out(), call, lint="load-wait")
+
+    @staticmethod
+    def no_store_wait(text: str, store: Found, call: str, lags: str = "") -> "Bug":
+        """No wait behind a store to tensor memory."""
+        return Bug(text, store.behind("tcgen05.wait::st").left_out(), call, lags, lint="store-wait")
+
+    @staticmethod
+    def no_warp_sync(text: str, signal: Found, call: str) -> "Bug":
+        """An elected thread does not wait for its warp ahead of an arrival or a copy."""
+        return Bug(text, signal.ahead("bar.warp.sync").left_out(), call, lint="warp", shows=False)
+
+    @staticmethod
+    def always_branches(text: str, behind: Found, call: str) -> "Bug":
+        """The branch ahead of an instruction is always taken."""
+        return Bug(text, behind.ahead("bra").rewritten(r"@%p\d+ ", ""), call)
+
+    @staticmethod
+    def wrong_bytes(text: str, barrier: str, number: int, call: str, lags: str = "") -> "Bug":
+        """The producer expects another number of bytes at an mbarrier than TMA loads."""
+        return Bug(text, arrivals("producer", barrier).ending_with(number), call, lags)
+
+    @staticmethod
+    def no_bytes(
+        text: str, by: str, barrier: str, call: str, lags: str = "", *, count: int = 1, lint: str = ""
+    ) -> "Bug":
+        """A warp arrives at an mbarrier and expects no bytes, in each of ``count`` places."""
+        without = arrivals(by, barrier, count).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;")
+        return Bug(text, without, call, lags, lint=lint)
+
+    @staticmethod
+    def no_proxy_fence(text: str, fence: Found, call: str) -> "Bug":
+        """No fence between accesses to shared memory by threads and by TMA or tensor cores."""
+        return Bug(text, fence.left_out(), call, lint="proxy")
+
+    @staticmethod
+    def columns_not_freed(call: str) -> tuple["Bug", ...]:
+        """Columns of tensor memory that are allocated, and not freed or too few."""
+        fewer = [find("mma", f"tcgen05.{x}").ahead("mov.b32").rewritten("512", "256") for x in ("alloc", "dealloc")]
+        return (
+            Bug("tensor memory is not freed", find("mma", "tcgen05.dealloc").left_out(), call, lint="columns"),
+            Bug("half the columns are freed", fewer[1], call, lint="columns"),
+            Bug("fewer columns are allocated and freed than products write", both(*fewer), call),
+        )
+
+    @staticmethod
+    def wrong_registers(text: str, by: str, number: int, other: int, call: str) -> "Bug":
+        """A warp asks for another number of registers per thread."""
+        change = find(by, "setmaxnreg").rewritten(str(number), str(other))
+        return Bug(text, change, call, lint="registers")
 
 
 Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
 AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
-
-
-_EACH = slice(None)
-
-
-def no_wait(
-    text: str,
-    by: int,
-    barrier: str,
-    call: str,
-    lags: Lagging = frozenset(),
-    *,
-    count: int = 1,
-    which: int | slice = _EACH,
-) -> Bug:
-    """A warp does not wait for an mbarrier, in some or each of ``count`` places."""
-    return Bug(text, waits(by, barrier, count)[which].left_out(), call, lags)
-
-
-def wrong_phase(
-    text: str,
-    by: int,
-    barrier: str,
-    call: str,
-    lags: Lagging = frozenset(),
-    *,
-    count: int = 1,
-    which: int | slice = _EACH,
-) -> Bug:
-    """A warp waits for an mbarrier's other phase, in some or each of ``count`` places."""
-    return Bug(text, waits(by, barrier, count)[which].flipped(PARITY), call, lags)
-
-
-def no_wait_for_tma(text: str, wait: Found, call: str) -> Bug:
-    """Threads do not wait for TMA to have read shared memory. It shows where TMA's stores lag."""
-    return Bug(text, wait.left_out(), call, STORES_LAG)
-
-
-def no_arrival(text: str, by: int, barrier: str, call: str, *, count: int = 1) -> Bug:
-    """Threads of a warp do not arrive at an mbarrier, in each of ``count`` places."""
-    return Bug(text, arrivals(by, barrier, count).left_out(), call, lint="arrivals")
-
-
-def no_commit(text: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH, lint: str = "") -> Bug:
-    """Products do not arrive at an mbarrier when they are done, in some or each of ``count`` places."""
-    return Bug(f"{text}: there is no commit", commits(MMA, barrier, count)[which].left_out(), call, lint=lint)
-
-
-def all_arrive(text: str, by: int, barrier: str, call: str) -> Bug:
-    """All threads of a warp arrive at an mbarrier, not the elected one alone."""
-    return Bug(text, arrivals(by, barrier).ahead("bra").left_out(), call, lint="arrivals")
-
-
-def wrong_arrival(text: str, change: Change, call: str) -> Bug:
-    """An arrival is at another mbarrier than is waited for, or counts otherwise."""
-    return Bug(text, change, call, lint="arrivals")
-
-
-def counted_short(text: str, barrier: str, number: int, call: str, lags: Lagging = frozenset()) -> Bug:
-    """An mbarrier counts so many arrivals too few."""
-    return Bug(text, uncounted(barrier, number), call, lags, lint="arrivals")
-
-
-def no_fence_before(between: str, arrival: Found, call: str) -> Bug:
-    """No fence of tensor memory ahead of an arrival."""
-    left_out = arrival.ahead("tcgen05.fence::before").left_out()
-    text = f"no tcgen05.fence::before_thread_sync between {between}"
-    return Bug(text, left_out, call, lint="fence-before", shows=False)
-
-
-def no_fence_after(between: str, wait: Found, call: str) -> Bug:
-    """No fence of tensor memory behind a wait."""
-    left_out = wait.behind("tcgen05.fence::after").left_out()
-    text = f"no tcgen05.fence::after_thread_sync between {between}"
-    return Bug(text, left_out, call, lint="fence-after", shows=False)
-
-
-def no_load_wait(text: str, load: Found, call: str) -> Bug:
-    """No wait behind a load from tensor memory."""
-    return Bug(text, load.behind("tcgen05.wait::ld").left_out(), call, lint="load-wait")
-
-
-def no_store_wait(text: str, store: Found, call: str, lags: Lagging = frozenset()) -> Bug:
-    """No wait behind a store to tensor memory."""
-    return Bug(text, store.behind("tcgen05.wait::st").left_out(), call, lags, lint="store-wait")
-
-
-def no_warp_sync(text: str, signal: Found, call: str) -> Bug:
-    """An elected thread does not wait for its warp ahead of an arrival or a copy."""
-    return Bug(text, signal.ahead("bar.warp.sync").left_out(), call, lint="warp", shows=False)
-
-
-def no_branch(text: str, behind: Found, call: str) -> Bug:
-    """The branch ahead of an instruction is never taken."""
-    return Bug(text, behind.ahead("bra").left_out(), call)
-
-
-def always_branches(text: str, behind: Found, call: str) -> Bug:
-    """The branch ahead of an instruction is always taken."""
-    return Bug(text, behind.ahead("bra").rewritten(r"@%p\d+ ", ""), call)
-
-
-def wrong_bytes(text: str, barrier: str, number: int, call: str, lags: Lagging = frozenset()) -> Bug:
-    """The producer expects another number of bytes at an mbarrier than TMA loads."""
-    return Bug(text, arrivals(PRODUCER, barrier).rewritten(LAST_REGISTER, f", {number};"), call, lags)
-
-
-def no_bytes(
-    text: str, by: int, barrier: str, call: str, lags: Lagging = frozenset(), *, count: int = 1, lint: str = ""
-) -> Bug:
-    """A warp arrives at an mbarrier and expects no bytes, in each of ``count`` places."""
-    without = arrivals(by, barrier, count).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;")
-    return Bug(text, without, call, lags, lint=lint)
-
-
-def no_proxy_fence(text: str, fence: Found, call: str) -> Bug:
-    """No fence between accesses to shared memory by threads and by TMA or tensor cores."""
-    return Bug(text, fence.left_out(), call, lint="proxy")
-
-
-def columns_not_freed(call: str) -> tuple[Bug, ...]:
-    """Columns of tensor memory that are allocated, and not freed or too few."""
-    fewer = (columns(MMA, f"tcgen05.{kind}", 256) for kind in ("alloc", "dealloc"))
-    return (
-        Bug("tensor memory is not freed", find(MMA, "tcgen05.dealloc").left_out(), call, lint="columns"),
-        Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), call, lint="columns"),
-        Bug("fewer columns are allocated and freed than products write", both(*fewer), call),
-    )
-
-
-def wrong_registers(text: str, by: int, number: int, other: int, call: str) -> Bug:
-    """A warp asks for another number of registers per thread."""
-    change = find(by, "setmaxnreg").rewritten(str(number), str(other))
-    return Bug(text, change, call, lint="registers")
-
-
-def drain_keeps_registers(call: str) -> Bug:
-    """Drain warps of a backward kernel take registers by the instruction that is to give some back."""
-    change = find(BACKWARD_WARPS["drain"][0], "setmaxnreg.dec").rewritten("dec", "inc")
-    return Bug("drain warps keep the registers that they ask to lose", change, call, lint="registers")
 
 
 def listed(bugs: AnyBugs) -> Iterator[str]:

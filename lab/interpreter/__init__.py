@@ -32,6 +32,6 @@ are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquir
 
 from lab.interpreter.program import Program
 from lab.interpreter.scheduling import run
-from lab.interpreter.state import FaultError, Lagging, Launch, address_of
+from lab.interpreter.state import FaultError, Lagging, Launch, Name, address_of
 
-__all__ = ["FaultError", "Lagging", "Launch", "Program", "address_of", "run"]
+__all__ = ["FaultError", "Lagging", "Launch", "Name", "Program", "address_of", "run"]
