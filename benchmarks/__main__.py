@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import harness, over_ranks, plot, report
 from benchmarks.suites import attention, bias, packed, selected, sparse
-from flash_attn_cute.command_line import make_folder, pattern
+from flash_attn_cute.runtime.command_line import make_folder, pattern
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),

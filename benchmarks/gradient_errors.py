@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flash_attn_cute import flash_attn_func
-from flash_attn_cute.command_line import multiple_of
+from flash_attn_cute.runtime.command_line import multiple_of
 
 HEAD_DIM = 128
 SCALE = 1 / math.sqrt(HEAD_DIM)

@@ -171,7 +171,7 @@ def table(times: dict[str, dict[str, float]], unit: str, digits: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table that the command line asks for."""
     # Not above: a new process imports this module, and then the package with the clock on.
-    from flash_attn_cute.command_line import device, positive
+    from flash_attn_cute.runtime.command_line import device, positive
 
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.command_line import multiple_of
+from flash_attn_cute.runtime.command_line import multiple_of
 
 HEAD_DIM = 128
 QUERIES = 64

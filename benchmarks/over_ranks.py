@@ -40,10 +40,10 @@ from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel
 from benchmarks.suites.context_parallel import ONE, SHARE, Row, Sizes
 from benchmarks.work import Passes
-from flash_attn_cute.command_line import at_least, make_folder, natural, pattern, positive
 from flash_attn_cute.distributed import cost_model
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import Transfer
+from flash_attn_cute.runtime.command_line import at_least, make_folder, natural, pattern, positive
 
 Messages: TypeAlias = Sequence[tuple[torch.Tensor, int]]
 

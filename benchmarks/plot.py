@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.harness import CaseReport
 from benchmarks.report import flop_unit, read_json
-from flash_attn_cute.command_line import make_folder
+from flash_attn_cute.runtime.command_line import make_folder
 
 # What a contender is drawn with.
 _Styles: TypeAlias = Mapping[str, Mapping[str, str]]

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.plot import save
 from flash_attn_cute import flash_attn_func
-from flash_attn_cute.command_line import device as device_of
-from flash_attn_cute.command_line import make_folder, positive
+from flash_attn_cute.runtime.command_line import device as device_of
+from flash_attn_cute.runtime.command_line import make_folder, positive
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS, HEAD_DIM, TOKEN_DIM = 4, 128, 64

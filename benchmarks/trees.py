@@ -171,7 +171,7 @@ def compare(old: Path, new: Path, names: list[str], rounds: int, times: int) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     # Not above: the processes import this module with the package of their checkout, which may not have it.
-    from flash_attn_cute.command_line import pattern, positive
+    from flash_attn_cute.runtime.command_line import pattern, positive
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

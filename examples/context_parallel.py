@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute.command_line import positive
 from flash_attn_cute.distributed import Sharding, context_parallel_attn_varlen_func
+from flash_attn_cute.runtime.command_line import positive
 
 VOCABULARY = 256
 

@@ -23,9 +23,9 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 from transformers.utils import logging
 
-from flash_attn_cute.command_line import at_least, positive
 from flash_attn_cute.demo import read_documents, shuffled_forever
 from flash_attn_cute.integrations.transformers import register
+from flash_attn_cute.runtime.command_line import at_least, positive
 
 LONGEST = 512  # bytes of a document; longer ones are cut
 HELD_OUT = 20  # one docstring in so many

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import explain, flash_attn_varlen_func
-from flash_attn_cute.command_line import positive
 from flash_attn_cute.flops import visible_pairs
+from flash_attn_cute.runtime.command_line import positive
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import flash_attn_varlen_func
-from flash_attn_cute.command_line import make_folder, positive
 from flash_attn_cute.demo import NO_TARGET, Batch, cut, pack, read_documents, same_bits, shuffled_forever
+from flash_attn_cute.runtime.command_line import make_folder, positive
 
 HEAD_DIM, GROUP = 64, 4  # four query heads a key head
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import BlockMask, flash_attn_func
-from flash_attn_cute.command_line import positive
+from flash_attn_cute.runtime.command_line import positive
 
 WIDTH, HEADS, HEADS_K, HEAD_DIM = 64, 2, 1, 64
 BLOCK, TOP, WINDOW = 8, 4, 8

@@ -10,8 +10,8 @@ from torch import Tensor
 from flash_attn_cute.calls import torch_modes, validate
 from flash_attn_cute.calls.attend import Result, attend, check, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.problem.spec import Deterministic as Deterministic
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Deterministic as Deterministic
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import settings
 from flash_attn_cute.calls import torch_modes
-from flash_attn_cute.spec import check_int, check_layout, statically_true
+from flash_attn_cute.problem.spec import check_int, check_layout, statically_true
+from flash_attn_cute.runtime import settings
 
 
 class Packing(NamedTuple):

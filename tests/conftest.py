@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 import torch
 
-from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
+from flash_attn_cute.runtime import settings
 from tests.lib import checks, tiers
 
 # Workers that share the machine's cores leave them to one another, and so do the processes that tests start.
@@ -152,7 +152,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def made_in_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets modes of a test see how tables are made, which is else done where there are none."""
-    monkeypatch.setattr("flash_attn_cute.kept.outside", lambda make, device: make())
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.outside", lambda make, device: make())
 
 
 NAME = "0123456789abcdef" * 4

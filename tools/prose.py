@@ -123,7 +123,7 @@ def too_many(counts: dict[str, int]) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the places of the files that are named, or the counts of all rooms. Returns the exit code."""
-    from flash_attn_cute.command_line import existing_file  # imports PyTorch, without which the rest of it does
+    from flash_attn_cute.runtime.command_line import existing_file  # imports PyTorch, without which the rest of it does
 
     parser = argparse.ArgumentParser("python -m tools.prose", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -25,7 +25,7 @@ from flash_attn_cute.distributed import Sharding, checked_call, context_parallel
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.rank_layout import Layout
-from flash_attn_cute.spec import Options
+from flash_attn_cute.problem.spec import Options
 
 ONE, SHARE, PYTORCH = "one GPU, all rows", "all_gather, no messages", "PyTorch, cuDNN"
 METHODS = checked_call.METHODS

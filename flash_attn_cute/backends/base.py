@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
 class Gradients(NamedTuple):

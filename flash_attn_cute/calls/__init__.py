@@ -1,1 +1,1 @@
-"""Calls: checked, rewritten, given to a backend, shown to autograd and compilers, and explained."""
+"""Calls: checked, rewritten, given to a backend, shown to autograd and compilers."""

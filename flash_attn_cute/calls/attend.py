@@ -14,7 +14,7 @@ from flash_attn_cute.calls import lowering, nested, ops, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import Plan, prepare, recalled, remember
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
-from flash_attn_cute.spec import AttentionInputs, Results
+from flash_attn_cute.problem.spec import AttentionInputs, Results
 
 # ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
 Result: TypeAlias = Tensor | tuple[Tensor, ...]

@@ -2,8 +2,8 @@
 
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from flash_attn_cute.problem.spec import Options
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Options
 
 # (max_seqlen_q, max_seqlen_k) of a packed call, None where no host knows one.
 Bounds: TypeAlias = tuple[int | None, int | None]

@@ -10,8 +10,8 @@ from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.selfcheck import gate
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
 # Behind the portable one, which serves all calls, are those that are checked first: they serve what the check passed.

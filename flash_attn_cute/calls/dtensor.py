@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.calls import dispatch
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.problem.block_tables import BlockTables
+from flash_attn_cute.problem.spec import AttentionInputs
 
 _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.

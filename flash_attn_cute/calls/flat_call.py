@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
-from flash_attn_cute.block_tables import NUM_FLAT, BlockTables
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask, Plan, known_of_block_mask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.block_tables import NUM_FLAT, BlockTables
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "

@@ -9,8 +9,8 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.lengths import read_sequences
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 
 def forward(spec: AttentionSpec, inputs: AttentionInputs) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.problem.spec import Options, Results, statically_true
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
-from flash_attn_cute.spec import Options, Results, statically_true
 
 
 class Lowered(NamedTuple):

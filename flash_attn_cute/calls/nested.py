@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import AttentionCall
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 
 class Jagged(NamedTuple):

@@ -17,7 +17,6 @@ from torch._C import _any_requires_grad
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flash_attn_cute import profiling, settings
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, flat_call, flops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS
@@ -32,8 +31,9 @@ from flash_attn_cute.calls.torch_modes import (
     needs_dispatcher,
     without_default_device,
 )
-from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, Results, residual_columns
+from flash_attn_cute.problem.lengths import read_sequences
+from flash_attn_cute.problem.spec import AttentionInputs, Results, residual_columns
+from flash_attn_cute.runtime import nvtx, settings
 
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 _NO_SECOND = "flash_attn_cute: second derivatives of attention are not implemented"
@@ -99,7 +99,7 @@ def _run_forward(inputs: AttentionInputs, plan: Plan) -> Results:
     if (spec.packed or spec.has_seqused) and settings.check_data():
         read_sequences(inputs)
     if settings.nvtx():
-        with profiling.pass_span(f"forward {backend.name}", spec, inputs):
+        with nvtx.span(f"forward {backend.name} {spec.describe(inputs)}"):
             return backend.forward(spec, inputs)
     with without_default_device():
         passes = plan.passes
@@ -114,7 +114,7 @@ def _run_backward(call: BackwardCall, name: str, run: Callable[[BackwardCall], G
     """Gradients by a backend; ``run``, if there is one, is its ``backward`` for calls that look like this one."""
     backend = dispatch.BACKENDS[name]
     if settings.nvtx():
-        with profiling.pass_span(f"backward {backend.name}", call.spec, call.inputs):
+        with nvtx.span(f"backward {backend.name} {call.spec.describe(call.inputs)}"):
             return backend.backward(call)
     return (run or backend.backward)(call)
 

@@ -13,13 +13,13 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from flash_attn_cute import kept
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.torch_modes import have_strides, is_thread_watched, looks_like, without_default_device
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results
+from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options, Results
 
 _KEPT_AT_MOST = 1024  # lengths may change with every call
 _LOOKS_AT_MOST: Final = 8  # of calls with the same options, to compare with one after the other

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.problem.spec import AttentionInputs, Deterministic, Options, as_int, check_int, statically_true
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Deterministic, Options, as_int, check_int, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Scores are float32 in kernels, and their factors are multiplied by log2(e): both stay finite and normal.

@@ -18,7 +18,7 @@ from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues, 
 from flash_attn_cute.distributed.packed_calls import Call, Run, call_of_all_rows, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, common, rows_of, side_by_side, union
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 

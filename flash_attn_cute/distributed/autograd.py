@@ -10,7 +10,7 @@ from flash_attn_cute.distributed import call_passes, rank_agreement
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.head_trade import Trade
 from flash_attn_cute.distributed.process_groups import Ranks, connect, maximum, weakly
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 
 class Method(Protocol):

@@ -17,7 +17,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.sharding import Sharding
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Results
 
 
 class AllRows(NamedTuple):

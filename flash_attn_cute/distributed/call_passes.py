@@ -22,8 +22,8 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.packed_calls import Call
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options, Results
 
 
 class Context(NamedTuple):

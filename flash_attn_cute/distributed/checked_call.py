@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import settings
 from flash_attn_cute.calls import validate
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import is_same_memory
 from flash_attn_cute.distributed.process_groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
+from flash_attn_cute.problem.spec import Options
+from flash_attn_cute.runtime import settings
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Options
 
 Lengths: TypeAlias = Sequence[int] | Tensor | None
 

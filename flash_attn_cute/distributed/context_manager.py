@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_cute import settings
 from flash_attn_cute.calls.attend import replaced
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.distributed import public_functions, rank_agreement
@@ -18,7 +17,8 @@ from flash_attn_cute.distributed.checked_call import check_method, check_shardin
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension
 from flash_attn_cute.integrations import sdpa
-from flash_attn_cute.spec import AttentionInputs, Options, Results
+from flash_attn_cute.problem.spec import AttentionInputs, Options, Results
+from flash_attn_cute.runtime import settings
 
 # Those of the contexts that are open, in all threads.
 _shardings: list[Sharding] = []

@@ -15,8 +15,8 @@ from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sh
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension
+from flash_attn_cute.problem.spec import Deterministic, Options, Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import Deterministic, Options, Results
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

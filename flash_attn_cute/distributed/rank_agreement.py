@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import settings
 from flash_attn_cute.distributed.checked_call import PlanRequest, RankCall
 from flash_attn_cute.distributed.process_groups import Group, Ranks, size_of
 from flash_attn_cute.distributed.sharding import Sharding
-from flash_attn_cute.spec import Options
+from flash_attn_cute.problem.spec import Options
+from flash_attn_cute.runtime import settings
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 
 class Ring:

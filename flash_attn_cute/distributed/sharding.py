@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band, balanced_rows
-from flash_attn_cute.spec import as_int, check_int
+from flash_attn_cute.problem.spec import as_int, check_int
+from flash_attn_cute.runtime import kept
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
 from flash_attn_cute.dq_order.turns import last_first, shortest_first
+from flash_attn_cute.runtime import kept
 
 NAMES = ("auto", "default", "spt", "permutation")
 SEARCHED = ("auto", "permutation")  # found on the host, which waits for the device

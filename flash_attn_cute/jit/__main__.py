@@ -21,12 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from flash_attn_cute import settings
-from flash_attn_cute.command_line import positive
 from flash_attn_cute.jit import bundle, cache, disk, key, warm
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.selection import BLOCKS
+from flash_attn_cute.runtime import settings
+from flash_attn_cute.runtime.command_line import positive
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = get_args(PassName)

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from flash_attn_cute import profiling, settings
-from flash_attn_cute.forks import begin_child_with
 from flash_attn_cute.jit import ahead, bundle, disk, key
+from flash_attn_cute.runtime import nvtx, settings
+from flash_attn_cute.runtime.forks import begin_child_with
 
 _lock = threading.Lock()
 _kernels: dict[Any, Callable[..., None]] = {}
@@ -167,7 +167,7 @@ def _compile(config: Any) -> bytes:
     from flash_attn_cute.jit.code import export
     from flash_attn_cute.jit.compile import compile_kernel
 
-    with profiling.span(f"compile {config.pass_name} d{config.tile_d}"):
+    with nvtx.span(f"compile {config.pass_name} d{config.tile_d}"):
         code = export(compile_kernel(config))
     _compiles += 1
     return code

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flash_attn_cute import settings
+from flash_attn_cute.runtime import settings
 
 
 class NoCompilerError(ImportError):

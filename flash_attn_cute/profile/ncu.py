@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_attn_cute.command_line import make_folder, natural, positive
 from flash_attn_cute.profile import ncu_report, workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
+from flash_attn_cute.runtime.command_line import make_folder, natural, positive
 
 # Beyond the metrics of the summary, what the window needs for its own pages.
 _SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")

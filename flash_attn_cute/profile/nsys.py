@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn_cute.command_line import make_folder
 from flash_attn_cute.profile import workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
+from flash_attn_cute.runtime.command_line import make_folder
 
 _ROWS = 10
 _SUFFIX = ".nsys-rep"

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, profiling
-from flash_attn_cute.command_line import positive
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.profile import machine
 from flash_attn_cute.profile.machine import Unavailable, require_gpu
+from flash_attn_cute.runtime import nvtx
+from flash_attn_cute.runtime.command_line import positive
 
 DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = ("forward", "backward", "both")
@@ -107,10 +108,10 @@ def run(workload: Workload, calls: int, device: torch.device) -> None:
     """
     driver = None if device.type == "cpu" else machine.cuda_driver()
     call = step(workload, device)
-    with profiling.span("warm-up"):
+    with nvtx.span("warm-up"):
         for _ in range(WARM_UP_CALLS):
             call()
-    with _profiled(driver, device), profiling.span("profiled calls"):
+    with _profiled(driver, device), nvtx.span("profiled calls"):
         for _ in range(calls):
             call()
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute import settings
-from flash_attn_cute.command_line import natural, pattern
 from flash_attn_cute.jit.disk import UnsafeFolderError
 from flash_attn_cute.jit.key import NoCompilerError
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_for
+from flash_attn_cute.runtime import settings
+from flash_attn_cute.runtime.command_line import natural, pattern
 from flash_attn_cute.selfcheck import report, verdict
 from flash_attn_cute.selfcheck.verdict import Check, Gpu, Verdict
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_attn_cute import kept, settings
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.forks import begin_child_with
 from flash_attn_cute.jit.disk import UnsafeFolderError
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.runtime import kept, settings
+from flash_attn_cute.runtime.forks import begin_child_with
 
 if TYPE_CHECKING:
     from flash_attn_cute.selfcheck.verdict import Verdict

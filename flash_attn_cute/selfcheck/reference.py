@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.lengths import read_sequences
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 
 class Results(NamedTuple):

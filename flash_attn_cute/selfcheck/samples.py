@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import Backend, BackwardCall
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from flash_attn_cute.selfcheck import reference
 from flash_attn_cute.selfcheck.reference import Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 _CODES = 32  # kinds of keys in exact calls: rows of a Hadamard matrix, orthogonal over so many columns
 _POISON = (float("nan"), float("inf"), float("-inf"))

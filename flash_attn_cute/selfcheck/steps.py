@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import settings
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.jit import warm
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture, family
+from flash_attn_cute.runtime import settings
 from flash_attn_cute.selfcheck import samples
 from flash_attn_cute.selfcheck.samples import Sample, WrongResultError, bits
 

@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from flash_attn_cute import settings
 from flash_attn_cute.jit import disk, key
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.runtime import settings
 from flash_attn_cute.selfcheck import runner, steps
 from flash_attn_cute.selfcheck.worker import Request
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute.command_line import picture, positive
 from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.runtime.command_line import picture, positive
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
 from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.problem.spec import check_int
+from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity import mask_arguments
 from flash_attn_cute.sparsity.bits import TILE
 from flash_attn_cute.sparsity.documents import Documents
@@ -31,7 +32,6 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.sparsity.selection import Selection
 from flash_attn_cute.sparsity.statistics import Statistics
 from flash_attn_cute.sparsity.tabled_mask import SELECTION, TabledMask
-from flash_attn_cute.spec import check_int
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask

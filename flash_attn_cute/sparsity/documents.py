@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
+from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity.bits import FULL, TILE
 from flash_attn_cute.sparsity.nodes import Node, kinds_of
 from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_attn_cute.block_tables import FULL_CODE, BlockRows
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockRows
 from flash_attn_cute.sparsity.bits import TILE, WORDS
 from flash_attn_cute.sparsity.nodes import And, BlockMap, Function, Node, Or
 from flash_attn_cute.sparsity.row_tables import owners

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept, settings
-from flash_attn_cute.block_tables import FULL_CODE, BlockRows, RealRows
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockRows, RealRows
+from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.sparsity import bits, mask_arguments
 from flash_attn_cute.sparsity.bits import HALF, PARTIAL, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import BlockMap, PerHead

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept, settings
+from flash_attn_cute.problem.spec import as_int, check_int, check_layout, statically_true
+from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.sparsity.score_blocks import Sizes
-from flash_attn_cute.spec import as_int, check_int, check_layout, statically_true
 
 _MAX_LENGTH = 2**31 - 1
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from flash_attn_cute.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.dq_order.contention_model import Pass, Timeline, machine_of
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL
 from flash_attn_cute.sparsity.column_tables import m_block_order_of, steps
 from flash_attn_cute.sparsity.score_blocks import Sizes

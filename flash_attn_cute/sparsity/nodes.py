@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
+from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity import bits, lookups
 from flash_attn_cute.sparsity.bits import PARTIAL, TILE
 from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attn_cute.block_tables import FULL_CODE, BlockRows, RealRows
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockRows, RealRows
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL, TILE
 from flash_attn_cute.sparsity.nodes import Node

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept, settings
+from flash_attn_cute.problem.spec import check_int
+from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.sparsity import mask_arguments
 from flash_attn_cute.sparsity.nodes import PerHead
-from flash_attn_cute.spec import check_int
 
 
 @dataclass(eq=False, repr=False)

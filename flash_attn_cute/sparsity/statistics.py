@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flash_attn_cute.block_tables import FULL_CODE, BlockRows
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockRows
 from flash_attn_cute.sparsity.row_tables import owners
 from flash_attn_cute.sparsity.score_blocks import Sizes
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import lab.lint
-from flash_attn_cute.command_line import existing_file
+from flash_attn_cute.runtime.command_line import existing_file
 from lab.lint import lint
 
 

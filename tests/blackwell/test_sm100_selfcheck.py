@@ -13,10 +13,10 @@ import torch
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.problem.spec import Results
 from flash_attn_cute.selfcheck import samples, steps
 from flash_attn_cute.selfcheck.samples import Sample
 from flash_attn_cute.selfcheck.steps import Kernels
-from flash_attn_cute.spec import Results
 from tests.lib.interpreted import backward, forward
 from tests.lib.tiers import tiered
 

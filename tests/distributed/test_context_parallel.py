@@ -36,7 +36,7 @@ from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
 from flash_attn_cute.distributed.rank_layout import Layout
-from flash_attn_cute.spec import Options
+from flash_attn_cute.problem.spec import Options
 from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
 from tests.lib.over_ranks.all_cases import every_case, layers_of_several_windows

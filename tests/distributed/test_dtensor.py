@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import spawn
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
 from flash_attn_cute.calls import dispatch
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 RANKS = 2
 OFFSETS = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)

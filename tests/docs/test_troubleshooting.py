@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 
-from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, profiling, settings
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations import transformers as hf
 from flash_attn_cute.jit import disk
+from flash_attn_cute.runtime import nvtx, settings
 from flash_attn_cute.selfcheck import gate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -81,7 +82,7 @@ def no_nvtx() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(settings, "nvtx", lambda: True)
         patched.setattr(torch.cuda.nvtx, "range_push", _no_range)
-        with profiling.span("x"):
+        with nvtx.span("x"):
             pass
 
 

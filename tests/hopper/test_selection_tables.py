@@ -14,7 +14,7 @@ from flash_attn_cute.backends.cute.selection_plan import plan_selection
 from flash_attn_cute.kernels.arguments import SelectionArguments, SelectionNumbers, workspace_bytes
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.selection import PICKS_AT_ONCE, TableSizes, table_parts
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from tests.lib.checks import random_call
 from tests.lib.interpreted.common import Executed, as_given
 from tests.lib.masks import random_selection

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import BlockMask, block_tables
+from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
+from flash_attn_cute.problem import block_tables
 from tests.lib.checks import random_call
 from tests.lib.interpreted.backward import Interpreted, check
 from tests.lib.interpreted.common import H100

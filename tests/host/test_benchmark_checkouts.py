@@ -114,7 +114,7 @@ def test_command_lines_of_two_checkouts_that_are_refused(
 @pytest.mark.parametrize("module", ["trees", "report", "harness", "work", "suites/attention"])
 def test_processes_of_older_checkouts_find_what_they_import(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import this checkout's benchmarks beside a package that need not have the types of arguments."""
-    monkeypatch.setitem(sys.modules, "flash_attn_cute.command_line", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_cute.runtime.command_line", None)
     assert runpy.run_path(str(trees.ROOT / "benchmarks" / f"{module}.py"), run_name="imported")
 
 

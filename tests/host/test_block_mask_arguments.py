@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from flash_attn_cute import BlockMask, flash_attn_func, settings
+from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.runtime import settings
 from tests.lib.masks import tables_of
 
 INDICES = torch.zeros(1, 1, 2, 1, dtype=torch.int64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.block_tables import ANY_NUMBER
+from flash_attn_cute.problem.block_tables import ANY_NUMBER
 from flash_attn_cute.sparsity.bits import HALF
 from tests.lib.masks import (
     TILE,

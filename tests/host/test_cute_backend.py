@@ -17,7 +17,7 @@ from flash_attn_cute.backends.cute.repeated import RepeatedBackward, RepeatedFor
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import Argument, described
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.launches import Launched
 
 

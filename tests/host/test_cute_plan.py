@@ -20,7 +20,6 @@ from flash_attn_cute.backends.cute.plan import (
     plan_forward,
     rounded_up,
 )
-from flash_attn_cute.block_tables import ANY_NUMBER
 from flash_attn_cute.dq_order.contention_model import machine_of
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
@@ -36,7 +35,8 @@ from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_grad
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.block_tables import ANY_NUMBER
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.specs import DENSE, PACKED, spec_of
 
 SM90 = ARCHITECTURES["sm90"]

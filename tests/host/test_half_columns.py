@@ -13,8 +13,8 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.problem.spec import Options
 from flash_attn_cute.sparsity import column_tables
-from flash_attn_cute.spec import Options
 
 VISIBLE = torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(0)).argsort(-1) < 3  # 3 of 8 blocks in each row
 OF_128, OF_64 = BlockMask.from_blocks(VISIBLE), BlockMask.from_blocks(VISIBLE, 64)

@@ -108,7 +108,7 @@ def test_captured_and_compiled_calls_read_anew(dtype: torch.dtype, kind: str, mo
     for sources, out in steps:
         write(buffers, sources)
         assert torch.equal(compiled(mask, *x), out)
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     for sources, out in steps:
         write(buffers, sources)
         assert torch.equal(attend(mask), out)

@@ -18,8 +18,8 @@ from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.portable.backend import _runs
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.lengths import Rows
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.lengths import Rows
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.launches import Launched
 from tests.lib.packings import Case, Document, Layout, Place, batch, document, packing
 from tests.lib.specs import spec_of

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, key
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import Sm90Config
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
+from flash_attn_cute.runtime import settings
 from tests.lib.checks import hopper_alone
 from tests.lib.kernel_processes import CONFIG, PROCESS, Compiler, outcome, start
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
+from flash_attn_cute.runtime import settings
 from tests.conftest import IDENTITY, NAME
 
 # Makes the entries that are not there, on a file system without locks. Imports no torch, to be quick.

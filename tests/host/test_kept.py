@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
-from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept
+from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.calls import prepared_call
 from flash_attn_cute.distributed import Sharding, context_manager
 from flash_attn_cute.jit import cache
+from flash_attn_cute.runtime import graphs, kept
 from tests.lib.checks import needs_kernels
 from tests.lib.kept_things import (
     BY_NAME,

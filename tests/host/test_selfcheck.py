@@ -14,17 +14,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_cute import explain, flash_attn_func, kept, settings
+from flash_attn_cute import explain, flash_attn_func
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.jit import disk, key
 from flash_attn_cute.kernels.registry import ARCHITECTURES, family
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Results
+from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.selfcheck import gate, steps, verdict
 from flash_attn_cute.selfcheck.runner import Findings
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
 
 # Of calls that a refused family leaves to the portable backend; tests of the warning itself record all.
 pytestmark = pytest.mark.filterwarnings(

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
-from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, lengths, settings
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import AttentionCall
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Options
+from flash_attn_cute.problem import lengths
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Options
+from flash_attn_cute.runtime import settings
 
 
 def dense() -> dict[str, Any]:

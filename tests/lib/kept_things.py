@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flash_attn_cute import BlockMask, flash_attn_func, kept
+from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.distributed import Sharding, context_manager, context_parallel, context_parallel_attn_varlen_func
+from flash_attn_cute.runtime import kept
 
 ROWS = 384  # three blocks
 Sources = dict[str, Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.problem.block_tables import BlockTables
 from tests.lib.checks import bitwise_equal, synchronisations
 from tests.lib.oracle import Call
 

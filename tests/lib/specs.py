@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from flash_attn_cute.backends.cute.plan import Shapes
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.problem.spec import AttentionSpec
 
 
 def spec_of(**changes: Any) -> AttentionSpec:

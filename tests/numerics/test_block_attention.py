@@ -307,7 +307,7 @@ def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
     causal = listed(BlockMask.causal(384, 384))
     q = torch.randn(1, 384, 2, 16)
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     first = flash_attn_func(q, q, q, block_mask=indices)
     assert not indices._rows
     assert not indices._tables
@@ -320,7 +320,7 @@ def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
     indices.build()
     causal.build("cpu")
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     flash_attn_func(q, q, q, block_mask=causal)
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
 
@@ -379,7 +379,7 @@ def test_indices_bring_no_constants_of_the_host() -> None:
 
 
 def test_indices_are_checked_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flash_attn_cute.settings.check_data", lambda: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.settings.check_data", lambda: True)
     ok = torch.tensor([[[[0, 2, -1], [1, 0, 2]]]])
     BlockMask.from_indices(ok, seqlen_k=384)
     for indices, counts, match in (

@@ -17,7 +17,7 @@ from flash_attn_cute import flash_attn_varlen_func
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute.plan import plan_backward
 from flash_attn_cute.calls import dispatch, prepared_call
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,
     Results,

@@ -257,19 +257,19 @@ def test_graphs_want_what_has_been_built(monkeypatch: pytest.MonkeyPatch) -> Non
     of_ids, causal = BlockMask.documents(IDS), BlockMask.causal(800, 800)
     expected = flash_attn_func(q, q, q, block_mask=of_ids)
     fresh = BlockMask.documents(IDS)
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     flash_attn_func(q, q, q, block_mask=causal)
     with pytest.raises(RuntimeError, match=r"expected one that has been built, .* call its build\(\) before"):
         flash_attn_func(q, q, q, block_mask=fresh)
     monkeypatch.undo()
     fresh.build()
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     assert bitwise_equal(flash_attn_func(q, q, q, block_mask=fresh), expected)
     with pytest.raises(RuntimeError, match=r"built with its tables, .* call its build\(tables=True\) before"):
         flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
     monkeypatch.undo()
     fresh.build(tables=True)
-    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
     flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.block_tables import NUM_FLAT
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
+from flash_attn_cute.problem.block_tables import NUM_FLAT
 from tests.lib.checks import GRADS, bitwise_equal, offsets, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 

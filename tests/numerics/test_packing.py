@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn_cute.backends import packing
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls.dispatch import BACKENDS
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import bitwise_equal, each_of, random_call
 from tests.lib.oracle import Call, window
 

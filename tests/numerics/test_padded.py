@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flash_attn_cute.settings
+import flash_attn_cute.runtime.settings
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
@@ -351,7 +351,7 @@ def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: p
     monkeypatch.setattr(torch_modes, "needs_dispatcher", lambda tensors: False)
     assert not padding._is_read(elsewhere)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
-    flash_attn_cute.settings.check_data.cache_clear()
+    flash_attn_cute.runtime.settings.check_data.cache_clear()
     assert padding._is_read(elsewhere)
 
 

@@ -13,7 +13,7 @@ from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,
     DTYPES,

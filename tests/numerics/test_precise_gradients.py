@@ -14,7 +14,7 @@ from flash_attn_cute import flash_attn_func
 from flash_attn_cute.calls import dispatch, flat_call, ops
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import Plan, prepare
-from flash_attn_cute.spec import AttentionInputs, Options, Results, residual_columns
+from flash_attn_cute.problem.spec import AttentionInputs, Options, Results, residual_columns
 from tests.lib.checks import (
     DEVICES,
     Case,

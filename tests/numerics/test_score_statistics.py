@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
 from flash_attn_cute.calls import dispatch
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums, row_entropy
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 from tests.lib import oracle
 from tests.lib.checks import needs_kernels
 

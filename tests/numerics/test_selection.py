@@ -299,7 +299,7 @@ def test_errors(make: Callable[[], Any], error: type[Exception], words: str) -> 
 
 
 def test_numbers_are_checked_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flash_attn_cute.settings.check_data", lambda: True)
+    monkeypatch.setattr("flash_attn_cute.runtime.settings.check_data", lambda: True)
     made(indices=INDICES + 1)
     with pytest.raises(ValueError, match=r"^indices: expected numbers below 2, got 2$"):
         made(indices=INDICES + 2)

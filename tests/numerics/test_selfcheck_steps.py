@@ -24,13 +24,13 @@ from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import key, warm
 from flash_attn_cute.kernels.registry import ARCHITECTURES, family
+from flash_attn_cute.problem.spec import Results
 from flash_attn_cute.selfcheck import __main__ as command
 from flash_attn_cute.selfcheck import report, samples, steps, verdict, worker
 from flash_attn_cute.selfcheck.runner import WORKER, Findings, Limits
 from flash_attn_cute.selfcheck.samples import Sample, WrongResultError
 from flash_attn_cute.selfcheck.steps import Step, Target
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
-from flash_attn_cute.spec import Results
 from tests.lib import oracle
 from tests.lib.checks import each_of, gradients, hopper_alone, needs_kernels
 from tests.lib.oracle import Call

@@ -17,7 +17,7 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.backward.backward_config import KEYS_IN_ORDER
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib import oracle
 from tests.lib.checks import (
     assert_close,

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from flash_attn_cute import flash_attn_func
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.block_tables import NUM_FLAT
 from flash_attn_cute.calls import dispatch, flat_call, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
-from flash_attn_cute.spec import AttentionInputs, Options
+from flash_attn_cute.problem.block_tables import NUM_FLAT
+from flash_attn_cute.problem.spec import AttentionInputs, Options
 from tests.lib.checks import GRADS, bitwise_equal, each_of, packed_or_dense, random_call, run
 
 

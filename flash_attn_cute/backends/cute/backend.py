@@ -52,8 +52,15 @@ from flash_attn_cute.backends.packing import (
 )
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.problem.spec import (
+    AttentionInputs,
+    AttentionSpec,
+    Feature,
+    Results,
+    residual_columns,
+    statically_true,
+)
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results, residual_columns, statically_true
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cute.kernels.arguments import BlockArguments
+from flash_attn_cute.problem.spec import AttentionInputs
 from flash_attn_cute.sparsity.bits import HALF
-from flash_attn_cute.spec import AttentionInputs
 
 NO_BLOCKS = BlockArguments(None, None, None, None)
 _MAX_TABLE = 2**31  # numbers of a block mask's table

@@ -12,7 +12,7 @@ from flash_attn_cute.backends.cute.plan import ColumnSumsPlan, Shapes, plan_colu
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.packing import as_packed
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 LaunchOf = Callable[..., tuple[Any, ColumnSumsPlan, bool]]  # ``CuteBackend.launch_of``
 

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept
+from flash_attn_cute.runtime import kept
 
 _NUM_COUNTERS = 3  # of tiles, and in the backward pass of blocks to round and to zero
 

@@ -16,7 +16,7 @@ from flash_attn_cute.backends.packing import (
     over_scores,
 )
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 Passes = tuple[PassPlan | None, PassPlan | None]  # forward and backward; None where nothing is launched
 

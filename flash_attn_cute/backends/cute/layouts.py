@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.problem.spec import AttentionInputs
 
 
 def aligned(x: Tensor) -> Tensor:

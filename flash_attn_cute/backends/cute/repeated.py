@@ -18,7 +18,7 @@ from flash_attn_cute.backends.cute.block_arguments import NO_BLOCKS
 from flash_attn_cute.backends.cute.layouts import aligned, fits
 from flash_attn_cute.backends.packing import dense_has_fully_masked, may_have_fully_masked
 from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results, residual_columns
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Results, residual_columns
 
 # As compiled programs of PyTorch's allocate: past the dispatcher, on the current device, in half the time of ``empty``.
 _ALLOCATORS: dict[str, Callable[..., Tensor]] = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}

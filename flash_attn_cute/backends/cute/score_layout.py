@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_attn_cute.backends.cute.layouts import fits
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, BiasGradientOf, ScoreLayout, Shapes, rounded_up
 from flash_attn_cute.backends.packing import dense_has_fully_masked
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 NO_SCORES = ScoreLayout()
 

@@ -19,7 +19,7 @@ from flash_attn_cute.kernels.arguments import (
     SelectionNumbers,
     workspace_bytes,
 )
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Results
 
 _LOG2_E = math.log2(math.e)
 LaunchOf = Callable[..., tuple[Any, SelectionPlan, bool]]  # ``CuteBackend.launch_of``

@@ -17,7 +17,7 @@ from flash_attn_cute.kernels.selection import (
     table_parts,
     workspace_parts,
 )
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.problem.spec import AttentionSpec
 
 _WORKSPACE = 3 << 30  # bytes of a launch at the most beside tables, unless one query takes more
 _MAX_PICKS = 2**31 - 1  # of all sets of a launch

@@ -8,7 +8,7 @@ from torch import Tensor
 from flash_attn_cute.backends.cute.document_sums import sum_by_documents
 from flash_attn_cute.backends.cute.plan import BackwardPlan
 from flash_attn_cute.backends.cute.score_layout import num_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
 _LOG2_E = math.log2(math.e)
 

@@ -10,9 +10,9 @@ from flash_attn_cute.backends.packing import without_padding, without_padding_of
 from flash_attn_cute.backends.portable import blockwise, fused, selected
 from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores, view_selected
-from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
+from flash_attn_cute.problem.lengths import Rows, Run, merge_runs, padding, read_sequences
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Results
 
 
 class PortableBackend:

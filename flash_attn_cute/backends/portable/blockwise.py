@@ -17,7 +17,7 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.listed import Keys
 from flash_attn_cute.backends.portable.products import attend, capped, operand, probabilities, product, uncap
 from flash_attn_cute.backends.portable.tile import Tile
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 
 class BlockSize(NamedTuple):

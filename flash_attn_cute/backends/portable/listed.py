@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flash_attn_cute.block_tables import FULL_CODE, BlockTables
+from flash_attn_cute.problem.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import TILE
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.products import attend, capped, operand, probabilities, product, uncap
 from flash_attn_cute.backends.portable.tile import Tile
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 
 # Elements of K or V that are gathered at a time, if those of one query are no more; on a CPU they stay in the cache.
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}

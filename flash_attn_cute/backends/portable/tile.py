@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flash_attn_cute.backends.portable.listed import Lists
-from flash_attn_cute.lengths import Rows, Run
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.problem.lengths import Rows, Run
+from flash_attn_cute.problem.spec import AttentionSpec
 
 
 class Band(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.backends.cute.plan import BiasGradientPlan, plan_bias_gradient
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.problem.spec import AttentionSpec
 from lab import interpreter
 from tests.lib.interpreted.backward import Interpreted, check
 from tests.lib.interpreted.common import B200, Executed

@@ -17,7 +17,7 @@ from flash_attn_cute.backends.cute.plan import takes_tiles
 from flash_attn_cute.calls.prepared_call import known_of_block_mask
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture, architecture_for
 from flash_attn_cute.kernels.sm100.config import TARGETS
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from lab import interpreter
 from lab.interpreter.host import Host, Memory
 from tests.lib.compiled import code_for

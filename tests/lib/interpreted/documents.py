@@ -15,7 +15,7 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Results
 from tests.lib.checks import bitwise_equal
 from tests.lib.interpreted.common import NUM_SMS, Executed, architecture_of, fresh_counters
 from tests.lib.packings import Document, Layout, packing, results

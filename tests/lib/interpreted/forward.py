@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
 from flash_attn_cute.backends.cute.score_layout import score_layout
 from flash_attn_cute.backends.packing import over_scores
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 from lab import interpreter
 from tests.lib.checks import assert_max_logits_close, assert_results_close
 from tests.lib.configurations import forward_paired

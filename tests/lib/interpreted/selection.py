@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.spec import Results
+from flash_attn_cute.problem.spec import Results
 from lab import interpreter
 from tests.lib import oracle
 from tests.lib.checks import assert_max_logits_close, assert_results_close, poisoned_dout

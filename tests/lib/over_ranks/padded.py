@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, settings
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.distributed import Sharding, context_parallel, gather
 from flash_attn_cute.integrations.transformer_engine import thd_attention
+from flash_attn_cute.runtime import settings
 from tests.lib import checks
 
 LENGTHS, SLOTS, ROWS = [20, 0, 31, 7], [24, 3, 40, 7], 80

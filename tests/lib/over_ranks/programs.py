@@ -31,7 +31,7 @@ from flash_attn_cute.distributed import (
 )
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import names_of
-from flash_attn_cute.spec import Options
+from flash_attn_cute.problem.spec import Options
 from tests.lib.over_ranks.cases import DOCUMENTS, PACKED, WAYS, Leaves, balanced
 
 

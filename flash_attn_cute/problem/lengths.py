@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.problem.spec import AttentionInputs
 
 
 class Rows(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.problem.block_tables import BlockTables
 
 # False; True: the same inputs give the same bits; "invariant": a document does, in whatever call it is.
 Deterministic: TypeAlias = bool | Literal["invariant"]
@@ -271,3 +271,24 @@ class AttentionSpec(NamedTuple):
             Feature.MAX_LOGITS: self.max_logits,
         }
         return tuple(feature for feature, needed in needs.items() if needed)
+
+    def describe(self, inputs: AttentionInputs) -> str:
+        """A call's shape in words that stay the same from step to step: those of packed sequences have no lengths."""
+        words = []
+        if self.packed:
+            words.append("packed")
+        else:
+            batch, seqlen_q = inputs.q.shape[:2]
+            words += [f"b{batch}", f"s{_either(seqlen_q, inputs.k.shape[1])}"]
+        words += [f"h{_either(self.nheads, self.nheads_k)}", f"d{_either(self.head_dim, self.head_dim_v)}"]
+        words.append(str(self.dtype).removeprefix("torch."))
+        window = self.window_left, self.window_right
+        if window == (None, 0):
+            words.append("causal")
+        elif window != (None, None):
+            words.append(f"window {window[0]},{window[1]}")
+        return " ".join(words)
+
+
+def _either(a: int, b: int) -> str:
+    return str(a) if a == b else f"{a}/{b}"

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
-from flash_attn_cute import settings
-
-if TYPE_CHECKING:
-    from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.runtime import settings
 
 _OFF = nullcontext()
 
@@ -27,11 +23,6 @@ def span(name: str) -> AbstractContextManager[None]:
         ValueError: ``FLASH_ATTN_CUTE_NVTX`` holds anything but ``0`` or ``1``.
     """
     return _range(f"flash_attn_cute {name}") if settings.nvtx() else _OFF
-
-
-def pass_span(name: str, spec: AttentionSpec, inputs: AttentionInputs) -> AbstractContextManager[None]:
-    """A ``span`` around one pass of a backend, which describes the call."""
-    return span(f"{name} {_describe(spec, inputs)}")
 
 
 @contextmanager
@@ -48,24 +39,3 @@ def _range(name: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.nvtx.range_pop()
-
-
-def _describe(spec: AttentionSpec, inputs: AttentionInputs) -> str:
-    words = []
-    if spec.packed:
-        words.append("packed")
-    else:
-        batch, seqlen_q = inputs.q.shape[:2]
-        words += [f"b{batch}", f"s{_either(seqlen_q, inputs.k.shape[1])}"]
-    words += [f"h{_either(spec.nheads, spec.nheads_k)}", f"d{_either(spec.head_dim, spec.head_dim_v)}"]
-    words.append(str(spec.dtype).removeprefix("torch."))
-    window = spec.window_left, spec.window_right
-    if window == (None, 0):
-        words.append("causal")
-    elif window != (None, None):
-        words.append(f"window {window[0]},{window[1]}")
-    return " ".join(words)
-
-
-def _either(a: int, b: int) -> str:
-    return str(a) if a == b else f"{a}/{b}"

@@ -14,7 +14,7 @@ import functools
 import threading
 from typing import Any, NamedTuple
 
-from flash_attn_cute.forks import begin_child_with
+from flash_attn_cute.runtime.forks import begin_child_with
 
 _SEMAPHORE = 64  # bytes, no less than a sem_t has
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC

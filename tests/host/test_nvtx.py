@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import profiling
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig, forward_config
+from flash_attn_cute.runtime import nvtx
 from tests.lib.checks import random_call, run
 
 CONFIG = forward_config("bfloat16", 192, 128, Features())
@@ -137,7 +137,7 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASH_ATTN_CUTE_NVTX", raising=False)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", fail)
     run(random_call([5])).sum().backward()
-    assert profiling.span("a") is profiling.span("b")
+    assert nvtx.span("a") is nvtx.span("b")
 
 
 @pytest.mark.usefixtures("_settings_reread")

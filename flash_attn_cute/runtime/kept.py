@@ -25,8 +25,8 @@ from torch._C import (
 )
 from torch.nn import Parameter
 
-from flash_attn_cute import graphs
-from flash_attn_cute.forks import begin_child_with
+from flash_attn_cute.runtime import graphs
+from flash_attn_cute.runtime.forks import begin_child_with
 
 T = TypeVar("T")
 

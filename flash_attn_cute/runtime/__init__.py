@@ -1,0 +1,1 @@
+"""State of the process: environment variables, command lines, NVTX, forks, and what is kept between calls."""
