@@ -98,9 +98,7 @@ class BackwardSizes:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes."""
         heads, num_m_blocks, heads_k, num_n_blocks, mask, cells = sizes
         semaphores, semaphores_k = self.semaphores
-        parts: dict[str, tuple[Any, ...]] = {
-            "mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m),
-        }
+        parts: dict[str, tuple[Any, ...]] = {"mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m)}
         if cells is None:
             parts["mdQaccum"] = heads, num_m_blocks, self.tile_m * self.tile_d
         else:

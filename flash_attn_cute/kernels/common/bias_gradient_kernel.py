@@ -27,7 +27,7 @@ class BiasGradientKernel(MainKernel):
         self.tables = PieceTables(config, self.map)
 
     @cute.jit
-    def __call__(self, a: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BiasGradientArguments, stream) -> None:
         """Launches the kernel, and if tiles are split the one that adds up their parts."""
         c, packed, load = self.config, self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
         tensors = zip(PIECE_OPERANDS, (a.mQ, a.mK, a.mdO, a.mV), strict=True)

@@ -358,7 +358,7 @@ class PieceTables:
         self.mask_tiles, self.block_tiles = PieceTiles(config, pieces), BlockTiles(config)
 
     @cute.jit
-    def __call__(self, a: BiasGradientArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BiasGradientArguments, stream) -> Tables | None:
         """Launches the kernels that make the tables. Returns None without a mask."""
         c, tables = self.config, None
         if const_expr(c.features.mask):

@@ -61,13 +61,11 @@ class KeyRanges:
         self.vectors = -(-config.tile_d // 8 // self.lanes)  # of 16 bytes of a row, a thread
 
     @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         """Launches the kernels, for a dense batch: one CTA a tile of a key head, and one warp a key head."""
         batch, _, heads_k, _ = a.mK.shape
         self.of_tiles(a, ws).launch(
-            grid=[heads_k, blocks_of_keys(self.config, a), batch],
-            block=[_THREADS, 1, 1],
-            stream=stream,
+            grid=[heads_k, blocks_of_keys(self.config, a), batch], block=[_THREADS, 1, 1], stream=stream
         )
         self.of_heads(a, ws).launch(grid=[heads_k, batch, 1], block=[32, 1, 1], stream=stream)
 
@@ -186,12 +184,7 @@ class KeyRanges:
 
     @cute.jit
     def _measure(
-        self,
-        keys: cute.Tensor,
-        values: cute.Tensor,
-        sSeen: cute.Tensor,
-        part: cutlass.Constexpr,
-        found: cute.Tensor,
+        self, keys: cute.Tensor, values: cute.Tensor, sSeen: cute.Tensor, part: cutlass.Constexpr, found: cute.Tensor
     ) -> None:
         """Magnitudes of what this thread has read of a part."""
         lane = cute.arch.thread_idx()[0] % self.lanes

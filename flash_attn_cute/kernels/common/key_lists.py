@@ -102,7 +102,7 @@ class KeyLists:
         self.config = config
 
     @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         """Launches the kernel, one warp a list."""
         grid = cute.ceil_div(self._tiles_a_set(a) * mask_sizes(self.config, a).sets, _WARPS)
         self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
@@ -167,7 +167,7 @@ class KeyTables:
         self.block_tiles = BlockTiles(config) if config.features.block_mask else None
 
     @cute.jit
-    def begin(self, a: BackwardArguments, stream) -> Workspace:  # type: ignore[no-untyped-def]
+    def begin(self, a: BackwardArguments, stream) -> Workspace:
         """Returns the workspace, with a block mask's tables, or with a mask's codes and bits, which it launches."""
         ws = Workspace.of(self.config, a, mask_sizes(self.config, a))
         if const_expr(self.block_tiles is not None):
@@ -182,7 +182,7 @@ class KeyTables:
         return ws
 
     @cute.jit
-    def finish(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+    def finish(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         """Launches the kernel that makes a mask's lists, after preprocessing, which orders additions."""
         if const_expr(self.key_lists is not None):
             self.key_lists(a, ws, stream)

@@ -68,7 +68,7 @@ class ForwardKernel(MainKernel):
         self.keeps_max_logits = features.max_logits and features.caps_or_biases
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: ForwardArguments, stream) -> None:
         """Launches the kernel, behind those that make the tables of a mask."""
         c = self.config
         mO, mLSE = rows_first(a.mO, c.features.packed), numbers_first(a.mLSE, c.features.packed)
@@ -114,7 +114,7 @@ class BackwardKernel(MainKernel):
     """The backward kernel of one configuration. Subclasses have products, TMA tiles and the device side, ``kernel``."""
 
     @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         """Launches the kernel."""
         c = self.config
         mdK, mdV = (rows_first(x, c.features.packed) for x in (a.mdK, a.mdV))

@@ -76,7 +76,7 @@ class MaskTiles(_Tiles):
         assert self.tile.rows_of_queries % (_WARPS * _AT_ONCE) == 0  # as many rows are read and stored at a time
 
     @cute.jit
-    def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:
         """Launches the kernel.
 
         Args:
@@ -269,7 +269,7 @@ class BlockTiles(_Tiles):
     """
 
     @cute.jit
-    def __call__(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BlockArguments, stream) -> cute.Tensor:
         """Launches the kernel; returns the bits, (tile and its part, warpgroup, thread, word)."""
         t, num_tiles = self.tile, a.mTiles.shape[0] // (BLOCK * BLOCK // 32)
         shape = num_tiles * (BLOCK // t.queries) * (BLOCK // t.keys), t.warpgroups, 128, t.words
@@ -289,7 +289,7 @@ class BlockTiles(_Tiles):
         num_tiles = mBits.shape[0] // (BLOCK // self.tile.queries * (BLOCK // self.tile.keys))
         return cute.make_tensor(mBits.iterator + cute.size(mBits), cute.make_layout(num_tiles))
 
-    def bits(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
+    def bits(self, a: BlockArguments, stream) -> cute.Tensor:
         """Bits of the block mask: reordered by the kernel, or a view where a thread has the scores of one query."""
         t = self.tile
         if self.config.reorders_bits:
@@ -354,7 +354,7 @@ class RowLists:
     """The kernel that lists the key blocks that a tile of queries attends to. One warp a list."""
 
     @cute.jit
-    def __call__(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor, stream) -> None:
         """Launches the kernel.
 
         Args:
@@ -395,7 +395,7 @@ class RowTables:
         self.mask_tiles, self.row_lists, self.block_tiles = MaskTiles(config), RowLists(), BlockTiles(config)
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: ForwardArguments, stream) -> Tables | None:
         """Launches the kernels that make the tables. Returns None without a mask."""
         c, tables = self.config, None
         if const_expr(c.features.mask):

@@ -41,7 +41,7 @@ class Preprocess:
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         """Launches the kernel, one CTA a block."""
         _, heads, blocks, _ = ws.mStats.shape
         self.kernel(a, ws).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)

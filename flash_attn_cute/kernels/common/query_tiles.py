@@ -92,13 +92,7 @@ class QueryTiles:
 
     @cute.jit
     def listed(
-        self,
-        a: ForwardArguments,
-        tables: Tables,
-        work: tiles.WorkTile,
-        q: SeqRows,
-        batch: Int32,
-        num_queries: Int32,
+        self, a: ForwardArguments, tables: Tables, work: tiles.WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
     ) -> BlockList:
         """The list of a tile; empty if the tile has no queries."""
         first, num = Int32(0), Int32(0)

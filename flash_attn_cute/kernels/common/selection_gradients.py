@@ -29,7 +29,7 @@ class SelectionQueryGradients:
         self.rows = PickedRows(config, config.tile_d)
 
     @cute.jit
-    def __call__(  # type: ignore[no-untyped-def]
+    def __call__(
         self, a: SelectionBackwardArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream
     ) -> None:
         """Launches the kernel behind the one that has filled ``parts`` (``backward_workspace_parts``)."""
@@ -79,7 +79,7 @@ class SelectionKeyGradients:
     @cute.jit
     def __call__(
         self, a: SelectionBackwardArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream
-    ) -> None:  # type: ignore[no-untyped-def]
+    ) -> None:
         """Launches the kernel."""
         heads = a.mK.shape[-2] * (1 if self.config.features.packed else a.mK.shape[0])
         self.kernel(a, tables, parts["mdK"], parts["mdV"]).launch(

@@ -28,7 +28,7 @@ class SelectionMerge:
         self.rows = PickedRows(config, config.tile_dv)
 
     @cute.jit
-    def __call__(self, a: SelectionArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: SelectionArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream) -> None:
         """Launches the kernel behind the one that has filled ``parts`` (``kernels.selection.workspace_parts``)."""
         self.kernel(a, tables.mColumns, parts["mOut"], parts["mLSE"]).launch(
             **self.rows.shape_of_launch(a), stream=stream
@@ -78,13 +78,7 @@ class SelectionMerge:
 
     @cute.jit
     def _weights(
-        self,
-        lse_of: cute.Tensor,
-        place: cutlass.Constexpr,
-        n: Any,
-        first: Int32,
-        picks: Int32,
-        row_max: cute.Tensor,
+        self, lse_of: cute.Tensor, place: cutlass.Constexpr, n: Any, first: Int32, picks: Int32, row_max: cute.Tensor
     ) -> tuple[list[Float32], Float32, Float32]:
         """Weights of the ranks from ``first`` on, one a lane, relative to the maxima so far, which are raised.
 

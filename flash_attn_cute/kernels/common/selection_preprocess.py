@@ -26,7 +26,7 @@ class SelectionPreprocess:
         self.lanes = 1 << (config.tile_dv // _VECTOR - 1).bit_length()
 
     @cute.jit
-    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: SelectionBackwardArguments, parts: dict[str, cute.Tensor], stream) -> None:
         """Launches the kernel, which fills lse and delta of the workspace."""
         rows = a.numbers.num_units * a.numbers.num_rows * self.config.group
         grid = [cute.ceil_div(rows, _THREADS // self.lanes), 1, 1]

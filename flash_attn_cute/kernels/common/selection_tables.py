@@ -58,7 +58,7 @@ class SelectionTableKernels:
         self.kernels = PickCounts(config), PickItems(config), PickPlaces(config)
 
     @cute.jit
-    def __call__(self, a: Any, stream) -> SelectionTables:  # type: ignore[no-untyped-def]
+    def __call__(self, a: Any, stream) -> SelectionTables:
         """Launches the kernels, if the launch is the first for its rows; later ones find the tables of the first."""
         tables = SelectionTables(**carved(a.mTables, table_parts(self.config, a.numbers), Int32))
         if a.numbers.first_unit == 0:
@@ -74,7 +74,7 @@ class _Chunks:
         self.config = config
 
     @cute.jit
-    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:
         """Launches the kernel: a warp a chunk of a set and ``_COLUMNS`` columns."""
         sets, chunks, columns = tables.mCounts.shape
         grid = sets * cute.ceil_div(columns, _COLUMNS) * cute.ceil_div(chunks, _WARPS)
@@ -257,7 +257,7 @@ class PickItems:
         self.config = config
 
     @cute.jit
-    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: Any, tables: SelectionTables, stream) -> None:
         """Launches the kernel, a CTA a set."""
         self.kernel(a, tables).launch(grid=[tables.mCounts.shape[0], 1, 1], block=[_THREADS, 1, 1], stream=stream)
 

@@ -122,12 +122,7 @@ def _in_sections(index: Int32, tiles_a_head: Int32, heads: Int32, order: Order) 
 
 @cute.jit
 def _packed_tile(
-    index: Int32,
-    total: Int32,
-    heads: Int32,
-    mCuSeqlens: cute.Tensor,
-    tile_m: cutlass.Constexpr,
-    order: Order,
+    index: Int32, total: Int32, heads: Int32, mCuSeqlens: cute.Tensor, tile_m: cutlass.Constexpr, order: Order
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 

@@ -47,7 +47,7 @@ class ForwardPairSm100(ForwardSm100):
         return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, "tiles_sent"))
 
     @cute.jit
-    def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:  # type: ignore[override]
+    def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
             self.multiply(mmas, shared)

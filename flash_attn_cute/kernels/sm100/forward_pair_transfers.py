@@ -18,7 +18,7 @@ class PairProducer(Producer):
     """A warp of each CTA: loads its part of all that is needed, in the order in which it is. The leader's chooses."""
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: PairShared) -> None:  # type: ignore[override]
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: PairShared) -> None:
         """All tiles of the pair."""
         c, rings, rank = self.config, shared.rings, shared.rank
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
@@ -73,7 +73,7 @@ class PairProducer(Producer):
         return index
 
     @cute.jit
-    def _announce(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:  # type: ignore[override]
+    def _announce(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:
         """By the leader: the bytes of both, which arrive at its barrier."""
         if shared.is_leader:
             with cute.arch.elect_one():

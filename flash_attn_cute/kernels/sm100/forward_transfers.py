@@ -98,13 +98,7 @@ class Producer:
 
     @cute.jit
     def _load(
-        self,
-        tiles: RowTiles,
-        gX: cute.Tensor,
-        shared: Shared,
-        sX: cute.Tensor,
-        ring: cutlass.Constexpr,
-        step: Int32,
+        self, tiles: RowTiles, gX: cute.Tensor, shared: Shared, sX: cute.Tensor, ring: cutlass.Constexpr, step: Int32
     ) -> None:
         ring.wait_empty(step)  # from the tensor cores: products with what was there are done
         self._announce(shared, ring, step)

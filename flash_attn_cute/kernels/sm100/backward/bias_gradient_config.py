@@ -87,13 +87,7 @@ class BiasGradientConfig(Sm100Config):
 
 
 def bias_gradient_config(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    features: Features,
-    *,
-    split: bool = False,
-    target: str = TARGETS[10, 0],
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, split: bool = False, target: str = TARGETS[10, 0]
 ) -> BiasGradientConfig:
     """The configuration that serves a call, from the features of its backward pass."""
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m

@@ -1,5 +1,6 @@
 """Roles that load tiles for the backward kernel and carry dQ away (see ``cta``)."""
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import cutlass
@@ -24,6 +25,31 @@ from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, pu
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 
+@dataclass(frozen=True)
+class Operand:
+    """Tiles of a tensor that TMA loads, their place in shared memory, and the ring that guards it."""
+
+    tiles: RowTiles
+    place: cute.Tensor
+    ring: Ring
+    step: Int32 | None = None  # that it is loaded for
+
+    @staticmethod
+    def named(names: str, tma: BackwardTiles, shared: Shared) -> "list[Operand]":
+        """Operands by their names: ``dO`` has the tiles ``dO``, the place ``sdO`` and the ring ``do``."""
+        rings = shared.rings
+        return [Operand(getattr(tma, x), getattr(shared, f"s{x}"), getattr(rings, x.lower())) for x in names.split()]
+
+    def at(self, step: Int32) -> "Operand":
+        """The operand of a step, to be loaded to its stage."""
+        place = self.place[None, None, self.ring.stage(step)] if cute.rank(self.place) > 2 else self.place
+        return replace(self, place=place, step=step)
+
+    def load(self, gX: cute.Tensor) -> None:
+        """Loads a tile, by one converged warp."""
+        self.tiles.load(gX, self.place, self.ring.full(self.step))
+
+
 class Transfers:
     """The roles that move what others multiply, and what they have summed of dQ."""
 
@@ -33,7 +59,7 @@ class Transfers:
     @cute.jit
     def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared) -> None:
         """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
-        c, rings = self.config, shared.rings
+        c, (K, V, Q, dO) = self.config, Operand.named("K V Q dO", tma, shared)
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
@@ -42,7 +68,7 @@ class Transfers:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.publish(tile, tile_idx)
-                self._load_keys(tile, tma.K, shared, shared.sK, rings.k, tile_idx)
+                self._load_keys(tile, K, shared, tile_idx)
                 heads = heads_a_tile(c, a)
                 first_of_last_pass = step + (c.num_passes - 1) * rounds_a_tile(c, a) * tile.blocks.num
                 for nth in cutlass.range(c.num_passes * heads, unroll=1):
@@ -64,13 +90,9 @@ class Transfers:
                             for j, sX in enumerate((shared.lse, shared.delta))
                         )
                         of_Q, of_dO = ((lse,), (delta,)) if const_expr(c.num_passes == 1) else ((lse, delta), ())
-                        load_Q = partial(self._load_queries, tile, tma.Q, shared.sQ, of_Q, rings.q, head, m_block, step)
-                        load_dO = partial(
-                            self._load_queries, tile, tma.dO, shared.sdO, of_dO, rings.do, head, m_block, step
-                        )
-                        load_V = partial(
-                            self._load_keys, tile, tma.V, shared, shared.sV, rings.v, tile_idx, c.num_passes - 1
-                        )
+                        load_Q = partial(self._load_queries, tile, Q, of_Q, head, m_block, step)
+                        load_dO = partial(self._load_queries, tile, dO, of_dO, head, m_block, step)
+                        load_V = partial(self._load_keys, tile, V, shared, tile_idx, c.num_passes - 1)
                         if const_expr(c.num_passes == 1):
                             load_Q()
                             if step == first_of_last_pass:
@@ -93,46 +115,30 @@ class Transfers:
 
     @cute.jit
     def _load_keys(
-        self,
-        tile: KeyTile,
-        t: RowTiles,
-        shared: Shared,
-        sX: cute.Tensor,
-        ring: Ring,
-        tile_idx: Int32,
-        later: cutlass.Constexpr = 0,
+        self, tile: KeyTile, x: cutlass.Constexpr, shared: Shared, tile_idx: Int32, later: cutlass.Constexpr = 0
     ) -> None:
         """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
-        ring.wait_empty(tile_idx + later)  # from compute warps: the gradient that took its place has left
+        x.ring.wait_empty(tile_idx + later)  # from those who read it, or the gradient that took its place
         with cute.arch.elect_one():
-            ring.announce(tile_idx)
-        start, stop = tile.keys_of(shared.rank, t.tile_rows)
-        gX = t.at(start, stop, tile.head_k, tile.batch)
-        t.load(gX, sX[None, None, ring.stage(tile_idx)], ring.full(tile_idx))
+            x.ring.announce(tile_idx)
+        gX = x.tiles.at(*tile.keys_of(shared.rank, PART_ROWS), tile.head_k, tile.batch)
+        x.at(tile_idx).load(gX)
 
     @cute.jit
     def _load_queries(
-        self,
-        tile: KeyTile,
-        t: RowTiles,
-        sX: cute.Tensor,
-        stats: cutlass.Constexpr,
-        ring: Ring,
-        head: Int32,
-        m_block: Int32,
-        step: Int32,
+        self, tile: KeyTile, x: cutlass.Constexpr, stats: cutlass.Constexpr, head: Int32, m_block: Int32, step: Int32
     ) -> None:
         """A block of Q or dO, with the lse or delta that come with it: from where, and to where."""
-        start = m_block * t.tile_rows
-        stop = cutlass.min(start + t.tile_rows, tile.q.length)
-        ring.wait_empty(step)  # from the tensor cores and compute warps: what was there is read no more
+        start = m_block * self.config.tile_m
+        stop = cutlass.min(start + self.config.tile_m, tile.q.length)
+        x.ring.wait_empty(step)  # from the tensor cores and compute warps: what was there is read no more
         with cute.arch.elect_one():
-            ring.announce(step)
+            x.ring.announce(step)
             numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             for gStats, sStats in stats:
-                cute.copy(numbers, gStats, sStats[None, ring.stage(step)], mbar_ptr=ring.full(step))
-        gX = t.at(tile.q.start + start, tile.q.start + stop, head, tile.batch)
-        t.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
+                cute.copy(numbers, gStats, sStats[None, x.ring.stage(step)], mbar_ptr=x.ring.full(step))
+        gX = x.tiles.at(tile.q.start + start, tile.q.start + stop, head, tile.batch)
+        x.at(step).load(gX)
 
     @cute.jit
     def drain(self, a: BackwardArguments, shared: Shared, thread: Int32) -> None:

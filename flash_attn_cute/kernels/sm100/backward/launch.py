@@ -27,7 +27,7 @@ class BackwardPassSm100:
         self.main = kernels[config.num_passes, config.ctas_a_tile](config)
 
     @cute.jit
-    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, arguments: BackwardArguments, stream) -> None:
         """Launches the kernels of the pass."""
         ws = self.tables.begin(arguments, stream)
         self.preprocess(arguments, ws, stream)

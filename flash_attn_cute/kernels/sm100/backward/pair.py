@@ -99,7 +99,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, *names))
 
     @cute.jit
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:  # type: ignore[override]
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
             self._multiply(a, mmas, shared)

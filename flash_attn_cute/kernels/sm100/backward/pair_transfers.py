@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES
-from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
+from flash_attn_cute.kernels.sm100.backward.cta_transfers import Operand, Transfers
 from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
 from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
@@ -22,36 +22,32 @@ class PairTransfers(Transfers):
     """The roles that move what others multiply, and what they have summed of dQ."""
 
     @cute.jit
-    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared) -> None:  # type: ignore[override]
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared) -> None:
         """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
 
         The leader's chooses tiles.
         """
         c, rings = self.config, shared.rings
+        K, V, Q, dO, Q_columns, dO_columns = Operand.named("K V Q dO Q_columns dO_columns", tma, shared)
         tile_idx, step = Int32(0), Int32(0)
         self._publish_next(a, ws, shared, tile_idx)
         while shared.has_tile(tile_idx):
             tile = shared.tile(c, a, tile_idx)
-            rank = shared.rank
             shared.tiles.release_fields(tile_idx)
-            start, stop = tile.keys_of(rank, PART_ROWS)
-            self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, tile_idx)
+            keys = tile.keys_of(shared.rank, PART_ROWS)
+            self._load(K.at(tile_idx), keys, tile.head_k, tile, shared)
             first_step = step
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     head, m_block = tile.head + nth, tile.blocks.nth(i)
-                    (own, own_end), (first, all_of_it) = self._rows(shared, tile, m_block)
-                    self._load(tma.Q, own, own_end, head, tile, shared, shared.sQ, rings.q, step)
+                    own, all_of_it = self._rows(shared, tile, m_block)
+                    self._load(Q.at(step), own, head, tile, shared)
                     self._load_stats(ws, shared, head, tile.first_block + m_block, step)
                     if step == first_step:
-                        self._load(
-                            tma.V, start, stop, tile.head_k, tile, shared, shared.sV[None, None, 0], rings.v, tile_idx
-                        )
-                    self._load(tma.dO, own, own_end, head, tile, shared, shared.sdO, rings.do, step)
-                    sX, ring = shared.sdO_columns, rings.do_columns
-                    self._load(tma.dO_columns, first, all_of_it, head, tile, shared, sX, ring, step, rank)
-                    sX, ring = shared.sQ_columns, rings.q_columns
-                    self._load(tma.Q_columns, first, all_of_it, head, tile, shared, sX, ring, step, rank)
+                        self._load(V.at(tile_idx), keys, tile.head_k, tile, shared)
+                    self._load(dO.at(step), own, head, tile, shared)
+                    self._load(dO_columns.at(step), all_of_it, head, tile, shared, shared.rank)
+                    self._load(Q_columns.at(step), all_of_it, head, tile, shared, shared.rank)
                     if step == first_step:
                         self._load_columns_of_keys(tile, tma.K_columns, shared, tile_idx)
                     step += 1
@@ -91,24 +87,19 @@ class PairTransfers(Transfers):
         else:
             shared.tiles.expect(tile_idx, shared.tile_fields)
 
-    @cute.jit
     def _load(
         self,
-        t: RowTiles,
-        start: Int32,
-        stop: Int32,
+        x: Operand,
+        rows: tuple[Int32, Int32],
         head: Int32,
         tile: KeyTile,
         shared: PairShared,
-        sX: cute.Tensor,
-        ring: Ring,
-        step: Int32,
         column_tile: Int32 | int = 0,
     ) -> None:
         """A CTA's part of an operand: rows start .. stop of some columns. Its bytes arrive at the leader's barrier."""
-        ring.wait_empty(step)  # from the tensor cores, or compute warps: what was there is not needed any more
-        self._announce(shared, ring, step)
-        t.load(t.at(start, stop, head, tile.batch, column_tile), sX, ring.full(step))
+        x.ring.wait_empty(x.step)  # from the tensor cores, or compute warps: what was there is not needed any more
+        self._announce(shared, x.ring, x.step)
+        x.load(x.tiles.at(*rows, head, tile.batch, column_tile))
 
     @cute.jit
     def _load_columns_of_keys(
@@ -151,7 +142,7 @@ class PairTransfers(Transfers):
     @cute.jit
     def _put(
         self,
-        shared: PairShared,  # type: ignore[override]
+        shared: PairShared,
         numbers: cutlass.Constexpr,
         part: cutlass.Constexpr,
         i: cutlass.Constexpr,

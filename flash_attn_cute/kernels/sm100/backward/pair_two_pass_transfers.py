@@ -10,9 +10,11 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.cta_transfers import Operand
 from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.two_pass import plus
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 
 class _Start(NamedTuple):
@@ -29,20 +31,18 @@ class PairTwoPassTransfers(PairTransfers):
     """The roles that move what others multiply, and what they have summed of dQ."""
 
     @cute.jit
-    def producer(  # type: ignore[override]
-        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared
-    ) -> None:
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared) -> None:
         """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
 
         The leader's chooses tiles.
         """
-        c, rings = self.config, shared.rings
+        c, rings, (K,) = self.config, shared.rings, Operand.named("K", tma, shared)
         tile_idx, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
         self._publish_next(a, ws, shared, tile_idx)
         while shared.has_tile(tile_idx):
             tile, num_steps = shared.tile(c, a, tile_idx), shared.num_steps(c, a, tile_idx)
             shared.tiles.release_fields(tile_idx)
-            self._load_own_keys(tile, tma, shared, tile_idx)
+            self._load_keys(tile, K, shared, tile_idx)  # its bytes arrive at a barrier of this CTA
             self._load_first_pass(a, ws, tma, shared, _Start(tile, tile_idx, step, do_step, number))
             step, number = step + num_steps, number + num_steps
             # From the tensor cores: the last dO by columns has been read, in whose place dO by rows is loaded. (dS is
@@ -61,59 +61,44 @@ class PairTwoPassTransfers(PairTransfers):
         rings.k.wait_all_empty(tile_idx)
 
     @cute.jit
-    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairShared, tile_idx: Int32) -> None:
-        """This CTA's keys, on their way to tensor memory: their bytes arrive at a barrier of its own."""
-        ring, t = shared.rings.k, tma.K
-        ring.wait_empty(tile_idx)  # from the tensor cores: K by columns is not needed any more
-        with cute.arch.elect_one():
-            ring.announce(tile_idx)
-        start, stop = tile.keys_of(shared.rank, t.tile_rows)
-        t.load(t.at(start, stop, tile.head_k, tile.batch), shared.sK[None, None, 0], ring.full(tile_idx))
-
-    @cute.jit
     def _load_first_pass(
         self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
     ) -> None:
         """Q by rows, a step ahead of dO by columns; behind the first step's V."""
-        c, rings, (tile, tile_idx, step, do_step, number) = self.config, shared.rings, start
+        c, (tile, tile_idx, step, do_step, number) = self.config, start
+        Q, V, dO_columns = Operand.named("Q V dO_columns", tma, shared)
         num_blocks = tile.blocks.num
         num_steps = heads_a_tile(c, a) * num_blocks
         for i in cutlass.range(num_steps + 1, unroll=1):
             if i < num_steps:
                 own, _ = self._rows(shared, tile, tile.blocks.nth(i % num_blocks))
-                sQ = shared.sQ[None, None, rings.q.stage(number + i)]
-                self._load(tma.Q, *own, tile.head + i // num_blocks, tile, shared, sQ, rings.q, number + i)
+                self._load(Q.at(number + i), own, tile.head + i // num_blocks, tile, shared)
             if i > 0:
                 before = plus(i, -1)
                 head, m_block = tile.head + before // num_blocks, tile.blocks.nth(before % num_blocks)
                 _, all_of_it = self._rows(shared, tile, m_block)
                 self._load_stats(ws, shared, head, tile.first_block + m_block, step + before)
-                ring, now = rings.do_columns, do_step + before
-                sdO = shared.sdO_columns[None, None, ring.stage(now)]
-                self._load(tma.dO_columns, *all_of_it, head, tile, shared, sdO, ring, now, shared.rank)
+                self._load(dO_columns.at(do_step + before), all_of_it, head, tile, shared, shared.rank)
                 if i == 1:
-                    first, stop = tile.keys_of(shared.rank, tma.V.tile_rows)
-                    sV = shared.sV[None, None, 0]
-                    self._load(tma.V, first, stop, tile.head_k, tile, shared, sV, rings.v, tile_idx)
+                    self._load(V.at(tile_idx), tile.keys_of(shared.rank, PART_ROWS), tile.head_k, tile, shared)
 
     @cute.jit
     def _load_second_pass(
         self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
     ) -> None:
         """Q by rows and by columns, and dO by rows; behind the first step's K by columns."""
-        c, rings, done = self.config, shared.rings, Int32(0)
-        tile, tile_idx, step, do_step, number = start
+        c, (tile, tile_idx, step, do_step, number), done = self.config, start, Int32(0)
+        Q, dO = Operand.named("Q dO", tma, shared)
+        Q_columns = Operand(tma.Q_columns, shared.sQ_columns, Q.ring)
         for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
             for i in cutlass.range(tile.blocks.num, unroll=1):
                 head, m_block, now = tile.head + nth, tile.blocks.nth(i), step + done
                 rows, columns = number + 2 * done, plus(number, 2 * done + 1)
                 own, all_of_it = self._rows(shared, tile, m_block)
-                sQ = shared.sQ[None, None, rings.q.stage(rows)]
-                self._load(tma.Q, *own, head, tile, shared, sQ, rings.q, rows)
+                self._load(Q.at(rows), own, head, tile, shared)
                 self._load_stats(ws, shared, head, tile.first_block + m_block, now)
-                self._load(tma.dO, *own, head, tile, shared, shared.sdO, rings.do, do_step + done)
-                sQ = shared.sQ_columns[None, None, rings.q.stage(columns)]
-                self._load(tma.Q_columns, *all_of_it, head, tile, shared, sQ, rings.q, columns, shared.rank)
+                self._load(dO.at(do_step + done), own, head, tile, shared)
+                self._load(Q_columns.at(columns), all_of_it, head, tile, shared, shared.rank)
                 if done == 0:  # dV of this tile leaves through their place
                     self._load_columns_of_keys(tile, tma.K_columns, shared, tile_idx, later=1)
                 done += 1
