@@ -13,6 +13,7 @@ from flash_attn_cute.distributed.process_groups import Group, Ranks, size_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.problem.spec import Options
 from flash_attn_cute.runtime import settings
+from flash_attn_cute.sparsity.block_mask import BlockMask
 
 T = TypeVar("T")
 
@@ -84,8 +85,20 @@ def on_all_ranks(group: Group | Ranks, find: Callable[[], T]) -> T:
 
 def layout_of(sharding: Sharding) -> str:
     """Digest of the documents of a sharding, and of who has which of their rows."""
-    layout = repr((sharding.cu_seqlens, sharding.total, sharding.segments))
-    return f"layout {hashlib.sha256(layout.encode()).hexdigest()[:12]}"
+    return f"layout {_digest(repr((sharding.cu_seqlens, sharding.total, sharding.segments)).encode())}"
+
+
+def _contents_of(mask: BlockMask, device: torch.device) -> str:
+    """Sizes of a block mask, and a digest of what it shows; waits for the device."""
+    rows = (x.cpu().numpy().tobytes() for x in mask.tables(device, backward=False).rows)
+    return f"{tuple(mask.sizes)} with contents {_digest(*rows)}"
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:12]
 
 
 def statement_of(call: RankCall, request: PlanRequest, options: Options, backend: str | None) -> dict[str, str]:
@@ -107,7 +120,7 @@ def statement_of(call: RankCall, request: PlanRequest, options: Options, backend
         "seqused_k": str(request.seqused_k),
         **{name: str(value) for name, value in numbers.items()},
         "backend": str(backend),
-        "block_mask": "None" if call.block_mask is None else str(tuple(call.block_mask.sizes)),
+        "block_mask": "None" if call.block_mask is None else _contents_of(call.block_mask, call.q.device),
         "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
     }
 

@@ -94,11 +94,15 @@ def disagreements() -> None:
     with pytest.raises(ValueError, match=r"deterministic: expected .* False on ranks 0, 2; invariant on rank 1$"):
         context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), **promised)
     # Of which one call has a mask: the number of ranks divides these heads.
-    given = {"block_mask": BlockMask.causal(15, 15)} if rank == 1 else {}
-    with pytest.raises(
-        ValueError, match=r"block_mask: expected the same .* None on ranks 0, 2; \(.*15, 15\) on rank 1$"
+    causal, later = BlockMask.causal(15, 15), BlockMask.window(15, 15, left=3)
+    for own, others, message in (
+        (causal, None, r"None on ranks 0, 2; \(1, 1, 15, 15\) with contents \w+ on rank 1$"),
+        (causal, later, r"\(.*15\) with contents \w+ on ranks 0, 2; \(1, 1, 15, 15\) with contents \w+ on rank 1$"),
     ):
-        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), **given)
+        mask = own if rank == 1 else others
+        with pytest.raises(ValueError, match=f"block_mask: {SAME} {message}"):
+            context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=mask)
+    context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=later)
     rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
     with (
         context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
