@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -271,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import warnings
@@ -28,7 +29,8 @@ class Warmed(NamedTuple):
 def warm(configs: Sequence[Any], jobs: int) -> Iterator[Warmed]:
     """Puts the kernels that are not on disk there, and reports each as soon as it is.
 
-    The first error ends it: of the other kernels only those are waited for that are being compiled.
+    The first error ends it: of the other kernels only those are waited for that are being compiled. An interrupt waits
+    for none.
 
     Raises:
         cache.NotKeptWarning: calls can do without the disk, but here it is the purpose.
@@ -37,15 +39,27 @@ def warm(configs: Sequence[Any], jobs: int) -> Iterator[Warmed]:
     """
     # Fresh interpreters: this one has threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
     with ProcessPoolExecutor(min(jobs, len(configs)), context, _prepare_worker) as pool:
         try:
-            for future in as_completed([pool.submit(_warm, config) for config in configs]):
+            # Workers are started here, and inherit that: interrupts are the command's alone.
+            heard = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                futures = [pool.submit(_warm, config) for config in configs]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+            for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool as error:
             raise LostWorkerError(
                 "--jobs: a process that compiled was killed, perhaps as memory ran out: expected fewer than "
                 f"{jobs} processes, or more memory. What was compiled before is kept"
             ) from error
+        except (KeyboardInterrupt, GeneratorExit):
+            for worker in multiprocessing.active_children():
+                if worker not in others:
+                    worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import shutil
 import signal
 import subprocess
@@ -137,13 +138,14 @@ def test_the_first_error_ends_warming(
     assert len(begun) <= 2
 
 
-def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
-    """They hold its output open as long as they live."""
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_command(sent: signal.Signals, tmp_path: Path) -> None:
+    """They hold its output open as long as they live. An interrupt, which reaches all processes, ends it quietly."""
     script = tmp_path / "script.py"
     script.write_text(
         """
-import time
-from flash_attn_cute.jit import cache, warm
+import sys, time
+from flash_attn_cute.jit import cache, __main__ as command
 
 def kernel(config):
     print("compiling", flush=True)
@@ -151,14 +153,18 @@ def kernel(config):
 
 cache.kernel = kernel
 if __name__ == "__main__":
-    list(warm.warm([None], 1))
+    sys.exit(command.main(["warm", "--jobs", "1"]))
 """
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as warming:
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(script)], start_new_session=True, **output) as warming:
         assert warming.stdout is not None
         assert warming.stdout.readline() == "compiling\n"
-        warming.send_signal(signal.SIGKILL)
-        assert warming.communicate(timeout=20)[0] == ""
+        (os.killpg if sent == signal.SIGINT else os.kill)(warming.pid, sent)
+        found, errors = warming.communicate(timeout=20)
+    assert found == ""
+    if sent == signal.SIGINT:
+        assert (warming.returncode, errors) == (130, "")
 
 
 def test_what_is_warmed() -> None:
