@@ -1,7 +1,6 @@
 """Padded batches and nested tensors, as packed sequences or by seqused: against the oracle, and without waiting."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
 from tests.lib.checks import assert_close, bitwise_equal, each_of, gradients, offsets
 from tests.lib.oracle import Call
+from tests.lib.refusals import assert_refused, refusals
 
 ROOT = Path(__file__).parents[2]
 
@@ -275,59 +275,52 @@ def test_compiled_for_other_shapes_and_without_a_bound() -> None:
 RIGHT = MASKS["right"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: Packing.of([[True]]), TypeError, "mask: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
-        (lambda: Packing.of(RIGHT.long()), TypeError, "torch.int64; mask.bool() is True where it is not 0"),
-        (lambda: Packing.of(RIGHT[0]), ValueError, "mask: expected shape (batch, rows), got shape (7,)"),
-        (lambda: Packing.of(RIGHT, 3.0), TypeError, "total: expected None or an int, got 3.0"),  # type: ignore[arg-type]
-        (lambda: Packing.of(RIGHT, True), TypeError, "total: expected None or an int, got True"),
-        (lambda: Packing.of(RIGHT, -1), ValueError, "total: expected at least 0, got -1"),
-        (lambda: Packing.of(RIGHT, 14), ValueError, "total: expected at least the 15 real rows of mask, got 14"),
-        (
-            lambda: Packing.of(RIGHT).pack(torch.randn(4, 6, 2)),
-            ValueError,
-            "x: expected shape (batch, rows, ...) with (batch, rows) = (4, 7), got shape (4, 6, 2)",
-        ),
-        (
-            lambda: Packing.of(RIGHT).unpack(torch.randn(14)),
-            ValueError,
-            "x: expected shape (total, ...) with (total) = (15,), got shape (14,)",
-        ),
-        (lambda: Packing.of(RIGHT).pack(None), TypeError, "x: expected a torch.Tensor, got None"),  # type: ignore[arg-type]
-        (lambda: Packing.of(RIGHT.to_sparse()), TypeError, "mask: expected a strided tensor, got torch.sparse_coo"),
-        (
-            lambda: Packing.of(RIGHT).pack(torch.randn(4, 7).to_sparse()),
-            TypeError,
-            "x: expected a strided tensor, got torch.sparse_coo",
-        ),
-        (
-            lambda: Packing.of(RIGHT).pack(torch.nested.nested_tensor([torch.randn(7)] * 4, layout=torch.jagged)),
-            TypeError,
-            "x: expected a strided tensor, got torch.jagged",
-        ),
-        (
-            lambda: Packing.of(RIGHT).unpack(torch.randn(15, device="meta")),
-            ValueError,
-            "x: expected the device of the mask, cpu, got meta",
-        ),
-        (lambda: seqused_of(RIGHT.to_sparse()), TypeError, "real: expected a strided tensor, got torch.sparse_coo"),
-        (
-            lambda: seqused_of(torch.tensor([3, 2]).to_sparse()),
-            TypeError,
-            "real: expected a strided tensor, got torch.sparse_coo",
-        ),
-        (lambda: seqused_of(MASKS["left"]), ValueError, "real: expected padding on the right alone"),
-        (lambda: seqused_of(torch.ones(3)), TypeError, "real: expected a bool mask or integer lengths"),
-        (lambda: seqused_of(RIGHT.long()), TypeError, "real: expected bool (True = real), got torch.int64"),
-        (lambda: seqused_of(RIGHT[0]), ValueError, "real: expected shape (batch, rows), got shape (7,)"),
-        (lambda: seqused_of([3]), TypeError, "real: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        call()
+@refusals("""
+Packing.of([[True]])
+    TypeError: mask: expected a torch.Tensor, got list
+Packing.of(RIGHT.long())
+    TypeError: ... torch.int64; mask.bool() is True where it is not 0
+Packing.of(RIGHT[0])
+    ValueError: mask: expected shape (batch, rows), got shape (7,)
+Packing.of(RIGHT, 3.0)
+    TypeError: total: expected None or an int, got 3.0
+Packing.of(RIGHT, True)
+    TypeError: total: expected None or an int, got True
+Packing.of(RIGHT, -1)
+    ValueError: total: expected at least 0, got -1
+Packing.of(RIGHT, 14)
+    ValueError: total: expected at least the 15 real rows of mask, got 14
+Packing.of(RIGHT).pack(torch.randn(4, 6, 2))
+    ValueError: x: expected shape (batch, rows, ...) with (batch, rows) = (4, 7), got shape (4, 6, 2)
+Packing.of(RIGHT).unpack(torch.randn(14))
+    ValueError: x: expected shape (total, ...) with (total) = (15,), got shape (14,)
+Packing.of(RIGHT).pack(None)
+    TypeError: x: expected a torch.Tensor, got None
+Packing.of(RIGHT.to_sparse())
+    TypeError: mask: expected a strided tensor, got torch.sparse_coo
+Packing.of(RIGHT).pack(torch.randn(4, 7).to_sparse())
+    TypeError: x: expected a strided tensor, got torch.sparse_coo
+Packing.of(RIGHT).pack(torch.nested.nested_tensor([torch.randn(7)] * 4, layout=torch.jagged))
+    TypeError: x: expected a strided tensor, got torch.jagged
+Packing.of(RIGHT).unpack(torch.randn(15, device="meta"))
+    ValueError: x: expected the device of the mask, cpu, got meta
+seqused_of(RIGHT.to_sparse())
+    TypeError: real: expected a strided tensor, got torch.sparse_coo
+seqused_of(torch.tensor([3, 2]).to_sparse())
+    TypeError: real: expected a strided tensor, got torch.sparse_coo
+seqused_of(MASKS["left"])
+    ValueError: real: expected padding on the right alone
+seqused_of(torch.ones(3))
+    TypeError: real: expected a bool mask or integer lengths
+seqused_of(RIGHT.long())
+    TypeError: real: expected bool (True = real), got torch.int64
+seqused_of(RIGHT[0])
+    ValueError: real: expected shape (batch, rows), got shape (7,)
+seqused_of([3])
+    TypeError: real: expected a torch.Tensor, got list
+""")
+def test_bad_arguments(call: str, error: str) -> None:
+    assert_refused(call, error, globals())
 
 
 def test_lengths_beyond_int32_are_no_other_lengths() -> None:

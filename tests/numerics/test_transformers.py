@@ -14,6 +14,7 @@ from flash_attn_cute import api
 from flash_attn_cute.integrations import _transformers_masks as masks
 from flash_attn_cute.integrations import transformers as ours
 from tests.lib.checks import assert_close
+from tests.lib.refusals import assert_refused, refusals
 
 BATCH, ROWS, VOCABULARY = 3, 19, 64
 SMALL: dict[str, Any] = {
@@ -341,84 +342,72 @@ def of_padding() -> Tensor:
 
 
 OFFSETS_OF_TWO = torch.tensor([0, 6, 12])
-ALL_OFFSETS = "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k"
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"dropout": 0.1}, "dropout: expected 0.0, .* got 0.1"),
-    ({"output_attentions": True}, "output_attentions: expected False, .* got True; attn_implementation='eager'"),
-    ({"cache": object()}, "cache: expected None, paged caches are not supported, got object"),
-    ({"attention_mask": torch.ones(2, 6)}, r"attention_mask: expected None or four dimensions .* got shape \(2, 6\)"),
-    (
-        {
-            "position_bias": torch.zeros(1, 4, 6, 6),
-            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), OFFSETS_OF_TWO),
-            **dict.fromkeys(("max_length_q", "max_length_k"), 6),
-        },
-        "position_bias: expected None for packed sequences",
-    ),
-    ({"sinks": torch.zeros(4)}, "sinks: expected no such argument, .* got Tensor; attn_implementation='eager' knows"),
-    ({"sliding_window": 0}, "sliding_window: expected None or at least 1, got 0"),
-    ({"attention_mask": of_causal()[..., :2]}, r"attention_mask: .* unchanged, got a part of it, shape \(0, 2, 6, 2\)"),
-    (
-        {"position_bias": torch.zeros(1, 4, 6, 6), "attention_mask": of_padding()},
-        "position_bias: expected None for packed sequences and padding",
-    ),
-    (
-        {"indices": torch.zeros(2, 6, 3), "attention_mask": of_padding()},
-        "indices: expected None for packed sequences and padding",
-    ),
-    (
-        {"block_indices": torch.zeros(2, 4, 6, 1)},
-        "block_indices: expected None where the layer has no indexer.block_size",
-    ),
-]
+LENGTHS = {"max_length_q": 6, "max_length_k": 6}
+BIAS, MASK = torch.zeros(1, 4, 6, 6), torch.ones(2, 1, 6, 6)
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"cu_seq_lens_q": OFFSETS_OF_TWO},
-            ValueError,
-            f"cu_seq_lens_k: expected all of {ALL_OFFSETS} or none, got None",
-        ),
-        (BY_OFFSETS | {"max_length_k": None}, ValueError, f"max_length_k: expected all of {ALL_OFFSETS} or none, got"),
-        (BY_OFFSETS | {"cu_seq_lens_k": [0, 12]}, TypeError, "cu_seq_lens_k: expected a torch.Tensor, got list"),
-    ],
-)
-def test_offsets_come_together(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        call(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"key": torch.zeros(4, 6, 8)},
-            ValueError,
-            r"key: expected shape \(batch, heads, rows, d\), got shape \(4, 6, 8\)",
-        ),
-        (
-            {"value": torch.zeros(3, 4, 6, 8)},
-            ValueError,
-            r"value: expected a batch of 1 or 2, got shape \(3, 4, 6, 8\)",
-        ),
-        ({"attention_mask": {"full_attention": None}}, TypeError, "attention_mask: expected a torch.Tensor, got dict"),
-        ({"s_aux": 0.0}, TypeError, "s_aux: expected a torch.Tensor, got float"),
-        ({"position_bias": []}, TypeError, "position_bias: expected a torch.Tensor, got list"),
-        ({"indices": [0]}, TypeError, "indices: expected a torch.Tensor, got list"),
-        ({"sliding_window": 4.0}, TypeError, "sliding_window: expected None or an int, got 4.0"),
-    ],
-)
-def test_wrong_types_and_shapes_of_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        call(**options)
+@refusals("""
+call(dropout=0.1)
+    ValueError: dropout: expected 0.0, ... got 0.1
+call(output_attentions=True)
+    ValueError: output_attentions: expected False, ... got True; attn_implementation='eager'
+call(cache=object())
+    ValueError: cache: expected None, paged caches are not supported, got object
+call(attention_mask=torch.ones(2, 6))
+    ValueError: attention_mask: expected None or four dimensions ... got shape (2, 6)
+call(position_bias=BIAS, cu_seq_lens_q=OFFSETS_OF_TWO, cu_seq_lens_k=OFFSETS_OF_TWO, **LENGTHS)
+    ValueError: position_bias: expected None for packed sequences
+call(sinks=torch.zeros(4))
+    ValueError: sinks: expected no such argument, ... got Tensor; attn_implementation='eager' knows
+call(sliding_window=0)
+    ValueError: sliding_window: expected None or at least 1, got 0
+call(attention_mask=of_causal()[..., :2])
+    ValueError: attention_mask: ... unchanged, got a part of it, shape (0, 2, 6, 2)
+call(position_bias=BIAS, attention_mask=of_padding())
+    ValueError: position_bias: expected None for packed sequences and padding
+call(indices=torch.zeros(2, 6, 3), attention_mask=of_padding())
+    ValueError: indices: expected None for packed sequences and padding
+call(block_indices=torch.zeros(2, 4, 6, 1))
+    ValueError: block_indices: expected None where the layer has no indexer.block_size
+call(cu_seq_lens_q=OFFSETS_OF_TWO)
+    ValueError: cu_seq_lens_k: expected all of cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k or none,
+    got None
+call(**BY_OFFSETS | {"max_length_k": None})
+    ValueError: max_length_k: expected all of cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k or none, got
+call(**BY_OFFSETS | {"cu_seq_lens_k": [0, 12]})
+    TypeError: cu_seq_lens_k: expected a torch.Tensor, got list
+call(attention_mask=of_padding(), cu_seq_lens_q=OFFSETS_OF_TWO, cu_seq_lens_k=OFFSETS_OF_TWO, **LENGTHS)
+    ValueError: cu_seq_lens_q: expected None beside a
+call(attention_mask=MASK.bool(), cu_seq_lens_q=OFFSETS_OF_TWO, cu_seq_lens_k=OFFSETS_OF_TWO, **LENGTHS)
+    ValueError: cu_seq_lens_q: expected None beside a
+call(key=torch.zeros(4, 6, 8))
+    ValueError: key: expected shape (batch, heads, rows, d), got shape (4, 6, 8)
+call(value=torch.zeros(3, 4, 6, 8))
+    ValueError: value: expected a batch of 1 or 2, got shape (3, 4, 6, 8)
+call(attention_mask={"full_attention": None})
+    TypeError: attention_mask: expected a torch.Tensor, got dict
+call(s_aux=0.0)
+    TypeError: s_aux: expected a torch.Tensor, got float
+call(s_aux=torch.zeros(3))
+    ValueError: s_aux: expected shape (nheads,)
+call(attention_mask=torch.ones(2, 1, 5, 6, dtype=torch.bool))
+    ValueError: attention_mask: expected a shape that broadcasts
+call(attention_mask=MASK.to(torch.int32))
+    TypeError: attention_mask: expected bool ... got torch.int32
+call(attention_mask=MASK.to(torch.int64))
+    TypeError: attention_mask: expected bool ... got torch.int64
+call(attention_mask=MASK.to(torch.uint8))
+    TypeError: attention_mask: expected bool ... got torch.uint8
+call(position_bias=[])
+    TypeError: position_bias: expected a torch.Tensor, got list
+call(indices=[0])
+    TypeError: indices: expected a torch.Tensor, got list
+call(sliding_window=4.0)
+    TypeError: sliding_window: expected None or an int, got 4.0
+""")
+def test_refused(call: str, error: str) -> None:
+    """Masks of integers could be either kind: 1 = may attend, or 0 is added."""
+    assert_refused(call, error, globals())
 
 
 def test_models_that_would_not_ask_us_are_refused() -> None:
@@ -443,20 +432,6 @@ def test_unknown_arguments_that_are_none() -> None:
     assert torch.equal(out, plain)
 
 
-def test_errors_of_attention_name_the_arguments_of_layers() -> None:
-    with pytest.raises(ValueError, match=r"^s_aux: expected shape \(nheads,\)"):
-        call(s_aux=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"^attention_mask: expected a shape that broadcasts"):
-        call(attention_mask=torch.ones(2, 1, 5, 6, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_masks_of_integers_are_refused(dtype: torch.dtype) -> None:
-    """They could be either kind: 1 = may attend, or 0 is added."""
-    with pytest.raises(TypeError, match=f"attention_mask: expected bool .* got {dtype}"):
-        call(attention_mask=torch.ones(2, 1, 6, 6, dtype=dtype))
-
-
 def test_layers_have_to_say_whether_they_are_causal() -> None:
     q = torch.randn(2, 4, 6, 8)
     silent: Any = SimpleNamespace()
@@ -478,14 +453,6 @@ def test_the_stricter_of_mask_and_layer_holds(said_by: str) -> None:
     seen = masking_utils.sdpa_mask(2, 6, 6, mask_function=window, allow_is_causal_skip=False)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, seen).transpose(1, 2)
     torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.parametrize("hidden", ["padding", "mask in memory"])
-def test_offsets_beside_masks_that_hide_more(hidden: str) -> None:
-    mask = of_padding() if hidden == "padding" else torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    lengths = dict.fromkeys(("max_length_q", "max_length_k"), 6)
-    with pytest.raises(ValueError, match="cu_seq_lens_q: expected None beside a"):
-        call(attention_mask=mask, cu_seq_lens_q=OFFSETS_OF_TWO, cu_seq_lens_k=OFFSETS_OF_TWO, **lengths)
 
 
 def test_one_entry_of_queries_for_all_and_any_strides() -> None:
