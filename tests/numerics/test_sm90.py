@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +19,15 @@ from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.backward.backward_config import KEYS_IN_ORDER
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
-from tests.lib import oracle
 from tests.lib.checks import (
-    assert_close,
+    Case,
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
+    assert_results_close,
     bitwise_equal,
+    call_on,
+    captured,
+    check_on,
     drawn_call,
     draws,
     each_of,
@@ -33,12 +37,14 @@ from tests.lib.checks import (
     poisoned_dout,
     random_call,
     run,
+    same_bits,
+    with_gradients,
 )
 from tests.lib.interpreted.common import as_given
 from tests.lib.oracle import Call
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
-CALLS: dict[str, dict[str, Any]] = {
+CALLS: dict[str, Case] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (50, 20)},
@@ -57,6 +63,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+call_here, check = partial(call_on, "sm90"), partial(check_on, "sm90")
+HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128, 256])
+DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
 @needs_kernels
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("lengths_q", "nheads"), [([300, 1, 0, 128], 2), ([7, 5, 3, 1], 4)])  # the latter in groups
@@ -65,18 +76,11 @@ def test_a_wide_out_is_what_is_rounded_else(
     packed: bool, lengths_q: list[int], nheads: int, head_dim: int, head_dim_v: int
 ) -> None:
     """``distributed`` asks for such parts and merges them."""
+    shape: Case = {"packed": packed, "nheads": nheads, "nheads_k": 1, "head_dim": head_dim, "head_dim_v": head_dim_v}
     lengths_k = [200, 5, 7, 900]
     if not packed:
         lengths_q, lengths_k = [lengths_q[0]] * 2, [200] * 2
-    options: dict[str, Any] = {
-        "packed": packed,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "nheads": nheads,
-        "nheads_k": 1,
-    }
-    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
-    inputs, spec = as_given(call)
+    inputs, spec = as_given(call_here(lengths_q, lengths_k, causal=True, **shape))
     inputs = inputs._replace(max_seqlen_q=max(lengths_q))
     backend = dispatch.BACKENDS["sm90"]
     both = (backend.forward(spec._replace(wide=is_wide), inputs)[:2] for is_wide in (False, True))
@@ -94,15 +98,8 @@ def test_a_wide_out_is_what_is_rounded_else(
 def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, head_dim: int, head_dim_v: int) -> None:
     """``distributed`` asks for such parts and sums them."""
     lengths_q, lengths_k = ([300, 1, 0, 128], [200, 5, 7, 900]) if packed else ([300, 300], [200, 200])
-    options: dict[str, Any] = {
-        "packed": packed,
-        "seqused": packed,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "nheads": 2,
-        "nheads_k": nheads_k,
-    }
-    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
+    shape: Case = {"nheads": 2, "nheads_k": nheads_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    call = call_here(lengths_q, lengths_k, causal=True, packed=packed, seqused=packed, **shape)
     out, lse = run(call, return_lse=True)
     inputs, spec = as_given(call, backward=True)
     inputs = inputs._replace(max_seqlen_q=max(lengths_q))
@@ -121,34 +118,30 @@ def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, he
 
 @needs_kernels
 @each_of("options", CALLS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> None:
-    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
-    call = random_call(*LENGTHS, **shape | options)
-    assert_matches_oracle(call, backend="sm90")
+@DTYPE
+@HEAD_DIM
+def test_packed(options: Case, dtype: torch.dtype, head_dim: int) -> None:
+    shape: Case = {"nheads_k": 2, "head_dim": head_dim, "dtype": dtype}
+    check(*LENGTHS, **shape | options)
 
 
 @needs_kernels
 @each_of("options", CALLS)
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 200])
-def test_dense(options: dict[str, Any], head_dim: int) -> None:
+def test_dense(options: Case, head_dim: int) -> None:
     lengths = ([300, 1, 200], [200, 5, 400]) if "seqused" in options else ([333] * 3, [450] * 3)
-    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": False}
-    call = random_call(*lengths, **shape | {"dtype": torch.bfloat16, "device": "cuda"} | options)
-    assert_matches_oracle(call, backend="sm90")
+    shape: Case = {"nheads_k": 2, "head_dim": head_dim, "packed": False}
+    check(*lengths, **shape | options)
 
 
 @needs_kernels
 @pytest.mark.parametrize("shape", [{"packed": True}, {"packed": False}, {"packed": False, "seqused": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "causal": True, "sink": True}
-    call = random_call([300] * 3, [450] * 3, dtype=torch.bfloat16, device="cuda", **options | shape)
-    assert_matches_oracle(call, through_lse=True, backend="sm90")
+@HEAD_DIM
+def test_gradients_through_lse(shape: Case, head_dim: int) -> None:
+    check([300] * 3, [450] * 3, nheads_k=2, head_dim=head_dim, causal=True, sink=True, through_lse=True, **shape)
 
 
-FULLY_MASKED: dict[str, dict[str, Any]] = {
+FULLY_MASKED: dict[str, Case] = {
     "causal": {"causal": True},
     "right": {"window_size": (None, 13)},
     "window": {"window_size": (50, 7)},
@@ -162,14 +155,11 @@ FULLY_MASKED: dict[str, dict[str, Any]] = {
 @each_of("options", FULLY_MASKED)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
 @packed_or_dense
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_queries_that_see_no_key(
-    head_dim: int, packed: bool, seqused: bool, options: dict[str, Any], through_lse: bool
-) -> None:
+@HEAD_DIM
+def test_queries_that_see_no_key(head_dim: int, packed: bool, seqused: bool, options: Case, through_lse: bool) -> None:
     """Some blocks of queries see nothing, and some hold queries that do and queries that do not."""
     lengths = ([300, 129, 33, 90, 0, 77], [130, 1, 0, 30, 50, 77]) if packed or seqused else ([330] * 2, [130] * 2)
-    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": packed, "seqused": seqused}
-    call = random_call(*lengths, dtype=torch.bfloat16, device="cuda", **shape | options)
+    call = call_here(*lengths, nheads_k=2, head_dim=head_dim, packed=packed, seqused=seqused, **options)
     assert_matches_oracle(call, through_lse=through_lse, backend="sm90")
     assert_fully_masked_queries_reach_nothing(call, through_lse=through_lse, backend="sm90")
 
@@ -179,11 +169,10 @@ def test_queries_that_see_no_key(
     "head_dims", [(8, 8), (40, 40), (72, 80), (96, 96), (104, 56), (192, 128), (64, 256), (248, 8)]
 )
 def test_head_dims(head_dims: tuple[int, int]) -> None:
-    d, d_v = head_dims
-    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": d, "head_dim_v": d_v}
-    assert_matches_oracle(
-        random_call(*LENGTHS, causal=True, dtype=torch.bfloat16, device="cuda", **shape), backend="sm90"
-    )
+    check(*LENGTHS, causal=True, nheads_k=2, head_dim=head_dims[0], head_dim_v=head_dims[1])
+
+
+FEW_QUERIES: list[Case] = [{}, {"causal": True, "sink": True}, {"window_size": (70, 3)}]
 
 
 @needs_kernels
@@ -192,16 +181,11 @@ def test_head_dims(head_dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
 def test_few_queries(packed: bool, heads: tuple[int, int], head_dim: int) -> None:
     """Decoding, with and without grouping: few queries on many keys, and on none."""
-    nheads, nheads_k = heads
-    shape: dict[str, Any] = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim, "packed": packed}
+    shape: Case = {"nheads": heads[0], "nheads_k": heads[1], "head_dim": head_dim, "packed": packed}
     for lengths in ([1, 1, 1, 1], [5, 0, 17, 1], [64, 64, 63, 33]):
-        for options in ({}, {"causal": True, "sink": True}, {"window_size": (70, 3)}):
-            call = random_call(
-                lengths, [513, 40, 1000, 1], seqused=True, dtype=torch.bfloat16, device="cuda", **shape | options
-            )
-            assert_matches_oracle(call, backend="sm90")
-    call = random_call([1] * 3, [129] * 3, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
-    assert_matches_oracle(call, backend="sm90")
+        for options in FEW_QUERIES:
+            check(lengths, [513, 40, 1000, 1], seqused=True, **shape, **options)
+    check([1] * 3, [129] * 3, causal=True, **shape)
 
 
 EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]
@@ -212,12 +196,10 @@ EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
     for head_dim in (64, 128, 256):
-        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "causal": causal}
-        call = random_call(EDGES, [seqlen_k] * len(EDGES), dtype=torch.bfloat16, device="cuda", **shape)
-        assert_matches_oracle(call, backend="sm90")
+        shape: Case = {"nheads": 2, "head_dim": head_dim, "causal": causal}
+        check(EDGES, [seqlen_k] * len(EDGES), **shape)
         for seqlen_q in (1, 129):
-            call = random_call([seqlen_q], [seqlen_k], packed=False, dtype=torch.bfloat16, device="cuda", **shape)
-            assert_matches_oracle(call, backend="sm90")
+            check([seqlen_q], [seqlen_k], packed=False, **shape)
 
 
 def _profiles(seqlen: int) -> dict[str, Tensor]:
@@ -237,13 +219,13 @@ def _profiles(seqlen: int) -> dict[str, Tensor]:
 
 @needs_kernels
 @pytest.mark.parametrize("profile", _profiles(1))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@DTYPE
+@HEAD_DIM
 def test_uneven_scores(profile: str, dtype: torch.dtype, head_dim: int) -> None:
     """Maxima that grow from block to block, by little and by more than float32's exponents, and rows without any."""
     for options in ({}, {"causal": True}, {"window_size": (300, 200)}, {"causal": True, "nheads_k": 1, "sink": True}):
-        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
-        call = random_call([700, 300, 129], [900, 300, 50], softmax_scale=1.0, **shape | options)
+        shape: Case = {"nheads": 2, "head_dim": head_dim, "dtype": dtype, "softmax_scale": 1.0}
+        call = call_here([700, 300, 129], [900, 300, 50], **shape, **options)
         with torch.no_grad():
             call.q.mul_(0.25)
             call.q[..., 0] = 4.0
@@ -251,14 +233,11 @@ def test_uneven_scores(profile: str, dtype: torch.dtype, head_dim: int) -> None:
                 scores = _profiles(rows.stop - rows.start)[profile]
                 call.k[rows, :, 0] = (scores / 4).to("cuda", dtype)[:, None]
         # Forward alone: with keys this large, gradients are differences of large terms.
-        results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
-        for name, got, expected, rough in zip(
-            ("out", "lse"), results, oracle.attention(call.to(torch.float64)), low, strict=True
-        ):
-            assert_close(name, got, expected, rough, 2.0, expected[expected.isfinite()].abs().max().item())
+        out, lse = run(call, return_lse=True, backend="sm90")
+        assert_results_close(call, {"out": out, "lse": lse})
 
 
-MASKS: dict[str, dict[str, Any]] = {
+MASKS: dict[str, Case] = {
     "full": {},
     "causal": {"causal": True},
     "left": {"window_size": (40, None)},
@@ -268,7 +247,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
+def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: Case) -> Call:
     head_dim_v = draw.choice([None, head_dim, 16])
     return drawn_call(draw, head_dim=head_dim, head_dim_v=head_dim_v, packed=packed, device="cuda", **mask)
 
@@ -277,26 +256,21 @@ def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any
 @each_of("mask", MASKS)
 @packed_or_dense
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
+def test_random_calls(head_dim: int, packed: bool, mask: Case, fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
-    for count, draw in draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
+    for _, draw in draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
         call = _drawn(draw, head_dim, packed, mask)
         call.softmax_scale = draw.choice([None, 0.05, 1.0, -0.2, 0.0])
-        call.q, call.k, call.v = (x.detach() for x in (call.q, call.k, call.v))
-        results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
-        truth = oracle.attention(call.to(torch.float64))
-        assert (results[0][~call.real_rows()[0].to("cuda")] == 0).all(), f"draw {count}"
-        for name, got, true, rough in zip(("out", "lse"), results, truth, low, strict=True):
-            finite = true[true.isfinite()].abs()
-            size = finite.max().item() if finite.numel() else 0.0
-            assert_close(f"draw {count}, {name}", got, true, rough, 3.0, max(1.0, size))
+        call.q, call.k, call.v = (x.detach() for x in call.qkv)
+        out, lse = run(call, return_lse=True, backend="sm90")
+        assert_results_close(call, {"out": out, "lse": lse}, factor=3.0)
 
 
 @needs_kernels
 @each_of("mask", MASKS)
 @packed_or_dense
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
+def test_random_gradients(head_dim: int, packed: bool, mask: Case, fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
     for _, draw in draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
         call = _drawn(draw, head_dim, packed, mask)
@@ -308,20 +282,14 @@ def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuz
 def test_many_sequences() -> None:
     """More than one round of the search for a tile's sequence, more tiles than CTAs, and many of nothing."""
     for lengths in ([*range(80)], [i % 7 for i in range(1500)]):
-        call = random_call(lengths, causal=True, seqused=True, dtype=torch.bfloat16, device="cuda")
-        out, lse = run(call, return_lse=True, backend="sm90")
-        expected_out, expected_lse = oracle.attention(call.to(torch.float64))
-        torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=0.03)
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
-        assert_matches_oracle(call, backend="sm90")
+        check(lengths, causal=True, seqused=True, nheads=2, head_dim=16)
 
 
 @needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_many_tiles(head_dim: int) -> None:
     """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
-    shape: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "head_dim": head_dim, "packed": False}
-    call = random_call([700] * 5, [1000] * 5, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+    call = call_here([700] * 5, [1000] * 5, causal=True, nheads=16, nheads_k=8, head_dim=head_dim, packed=False)
     for _ in range(2):
         assert_matches_oracle(call, backend="sm90")
 
@@ -330,23 +298,21 @@ def test_many_tiles(head_dim: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(("packed", "nheads_k"), [(True, 8), (True, 2), (False, 8), (False, 4), (False, 1)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_sums_in_no_order(head_dim: int, packed: bool, nheads_k: int, options: dict[str, Any]) -> None:
+def test_sums_in_no_order(head_dim: int, packed: bool, nheads_k: int, options: Case) -> None:
     """The kernel zeroes sums of dQ while its first tiles are under way. There are more tiles than CTAs."""
     lengths = [1300, 0, 79, 1, 3100, 2033] if packed else [1033] * 3
     assert sum(lengths) > KEYS_IN_ORDER * 2 * len(lengths) or not packed  # causal ones are planned as twice as many
-    shape: dict[str, Any] = {"nheads": 8, "nheads_k": nheads_k, "head_dim": head_dim, "packed": packed}
-    assert_matches_oracle(random_call(lengths, dtype=torch.bfloat16, device="cuda", **shape, **options), backend="sm90")
+    check(lengths, nheads=8, nheads_k=nheads_k, head_dim=head_dim, packed=packed, **options)
 
 
 @needs_kernels
 @pytest.mark.parametrize("queries", [1, 79, 80, 81, 1000])
 @pytest.mark.parametrize(("head_dim", "nheads", "nheads_k"), [(128, 2, 2), (128, 4, 1), (64, 2, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@DTYPE
 def test_long_full_masks(dtype: torch.dtype, head_dim: int, nheads: int, nheads_k: int, queries: int) -> None:
     """Blocks of 80 queries at d = 128, dV by halves of a block at d = 64. There are more tiles than CTAs."""
-    shape: dict[str, Any] = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
-    call = random_call([queries] * 2, [8200] * 2, **shape, packed=False, dtype=dtype, device="cuda")
-    assert_matches_oracle(call, backend="sm90")
+    shape: Case = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim, "dtype": dtype}
+    check([queries] * 2, [8200] * 2, packed=False, **shape)
 
 
 @needs_kernels
@@ -376,29 +342,21 @@ def test_strides(packed: bool) -> None:
     odd = torch.randn(*shape, 4, 67, device="cuda", dtype=torch.bfloat16)[..., 3:]
     expanded = torch.randn(*shape, 1, 64, device="cuda", dtype=torch.bfloat16).expand(*shape, 4, 64)
     cu = torch.tensor([0, 250, 600], dtype=torch.int32, device="cuda") if packed else None
-    for q, k, v in (
-        qkv.unbind(-3),
-        (odd, odd, odd),
-        (expanded, expanded, expanded),
-        (odd, expanded, qkv.unbind(-3)[0]),
-    ):
-        results, grads = [], []
-        for xs in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
-            leaves = [x.detach().requires_grad_() for x in xs]
-            results.append(run(Call(leaves[0], leaves[1], leaves[2], cu, cu, causal=True), backend="sm90"))
-            dout = torch.ones_like(results[0][..., :1]).expand_as(results[0])
-            grads.append(torch.autograd.grad(results[-1], leaves, dout))
-        for a, b in zip((results[0], *grads[0]), (results[1], *grads[1]), strict=True):
-            assert bitwise_equal(a, b)
+    for rows in (qkv.unbind(-3), (odd,) * 3, (expanded,) * 3, (odd, expanded, qkv.unbind(-3)[0])):
+        found = []
+        for xs in (rows, [x.contiguous() for x in rows]):
+            q, k, v = leaves = [x.detach().requires_grad_() for x in xs]
+            out = run(Call(q, k, v, cu, cu, causal=True), backend="sm90")
+            found.append(with_gradients(out, leaves, torch.ones_like(out[..., :1]).expand_as(out)))
+        assert same_bits(*found)
 
 
 @needs_kernels
 def test_tensors_alone_in_memory() -> None:
     """Nothing is mapped before or behind the tensors: no address outside them may be touched."""
     torch.cuda.empty_cache()
-    tensors = [torch.randn(4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (torch.randn(4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu = torch.tensor([0, 5, 1000, 4095], dtype=torch.int32, device="cuda")
-    q, k, v = tensors
     out = flash_attn_varlen_func(q, k, v, cu, cu, 3095, 3095, causal=True, backend="sm90")
     torch.cuda.synchronize()
     assert (out[4095:] == 0).all()
@@ -430,27 +388,23 @@ def test_more_than_2_to_the_31_elements() -> None:
 )
 def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
     """No synchronisation in either pass, and replays see new data."""
-    call = random_call([300, 40], lengths_k, causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    call = call_here([300, 40], lengths_k, causal=True, nheads=2)
     cu_q, cu_k = call.cu_seqlens_q[kept], call.cu_seqlens_k[kept]
     if lengths_k is None:
         cu_k = cu_q
-
     dout = torch.randn_like(call.q)
 
     def attend() -> tuple[Tensor, ...]:
-        rows = call.q, call.k, call.v
-        out: Tensor = flash_attn_varlen_func(*rows, cu_q, cu_k, 300, 300, causal=True, backend="sm90")
-        return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+        out = flash_attn_varlen_func(*call.qkv, cu_q, cu_k, 300, 300, causal=True, backend="sm90")
+        return with_gradients(out, call.qkv, dout)
 
     attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend()
+    graph, results = captured(attend)
     with torch.no_grad():
         call.q.normal_()
     for _ in range(2):  # of the workspace nothing may be left
         graph.replay()
-    assert all(bitwise_equal(a, b) for a, b in zip(captured, attend(), strict=True))
+    assert same_bits(results, attend())
 
 
 @hopper_alone("the limit is of calls of its kernels")
@@ -496,24 +450,22 @@ def test_repeated_calls_in_unfilled_memory(packed: bool) -> None:
     shape = (270, 4, 64) if packed else (2, 135, 4, 64)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     cu = torch.tensor([0, 200, 270], dtype=torch.int32, device="cuda")
-    options: dict[str, Any] = {"causal": True, "backend": "sm90", "deterministic": True}
+    options: Case = {"causal": True, "backend": "sm90", "deterministic": True}
 
     def both() -> tuple[Tensor, ...]:
         if packed:
             out = flash_attn_varlen_func(q, k, v, cu, cu, 200, 200, **options)
         else:
             out = flash_attn_func(q, k, v, **options)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return with_gradients(out, (q, k, v))
 
     expected = both()
     torch.use_deterministic_algorithms(False)
     for _ in range(3):
-        assert all(bitwise_equal(x, y) for x, y in zip(both(), expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
+        assert same_bits(both(), expected)
+    graph, found = captured(both)
     graph.replay()
-    assert all(bitwise_equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert same_bits(found, expected)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> AttentionInputs:
@@ -522,13 +474,10 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> AttentionInpu
 
 @needs_kernels
 def test_concurrent_streams() -> None:
-    calls = [
-        random_call([500, 70 + i], causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda") for i in range(4)
-    ]
+    calls = [call_here([500, 70 + i], causal=True, nheads=2, head_dim=128) for i in range(4)]
 
     def both(call: Call) -> tuple[Tensor, ...]:
-        out = run(call, backend="sm90")
-        return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out))
+        return with_gradients(run(call, backend="sm90"), call.qkv)
 
     expected = [both(call) for call in calls]
     torch.cuda.synchronize()
@@ -539,8 +488,7 @@ def test_concurrent_streams() -> None:
             with torch.cuda.stream(stream):
                 results.append(both(call))
         torch.cuda.synchronize()
-        for tensors, expected_ones in zip(results, expected, strict=True):
-            assert all(bitwise_equal(a, b) for a, b in zip(tensors, expected_ones, strict=True))
+        assert all(map(same_bits, results, expected))
 
 
 def two_layers(q: Tensor, k: Tensor, v: Tensor, backend: str = "sm90") -> Tensor:
@@ -561,11 +509,10 @@ def assert_steps_agree(function: Any, plain: Any, device: str) -> None:
             leaves = [x.requires_grad_() for x in (q, k, v)]
             results = []
             for each in (function, plain):
-                out = each(*leaves)
-                results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+                results.append(with_gradients(each(*leaves), leaves, dout))
                 others = [torch.full((size,), 7, dtype=torch.int32, device=device) for size in (1, 1, 100, 10_000)]
-                del out, others
-            assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+                del others
+            assert same_bits(*results)
 
 
 @needs_kernels
@@ -601,13 +548,12 @@ def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_lengths_do_not_recompile() -> None:
-    shape: dict[str, Any] = {"causal": True, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
-    run(random_call([100, 20], **shape), backend="sm90").sum().backward()
-    run(random_call([10, 20], nheads=4, nheads_k=1, **shape), backend="sm90")  # few queries
+    run(call_here([100, 20], nheads=2, causal=True), backend="sm90").sum().backward()
+    run(call_here([10, 20], nheads_k=1, causal=True), backend="sm90")  # few queries
     before = cache.compile_count()
     for lengths in ([7], [300, 2, 2], [64] * 9):
-        run(random_call(lengths, nheads=4, nheads_k=1, softmax_scale=0.3, **shape), backend="sm90").sum().backward()
-        run(random_call(lengths, window_size=(0, 0), **shape | {"head_dim": 40}), backend="portable")
+        run(call_here(lengths, nheads_k=1, softmax_scale=0.3, causal=True), backend="sm90").sum().backward()
+        run(call_here(lengths, nheads=2, window_size=(0, 0), head_dim=40, causal=True), backend="portable")
     assert cache.compile_count() == before
 
 
