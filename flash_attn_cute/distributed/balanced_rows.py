@@ -52,6 +52,7 @@ def balanced_rows(
     total: int,
     used_q: Sequence[int],
     used_k: Sequence[int],
+    owned: Sequence[int],
     windows: Sequence[validate.Window],
     num_ranks: int,
 ) -> list[list[DocumentRows]]:
@@ -60,20 +61,28 @@ def balanced_rows(
     Args:
         offsets: where each document starts and, last, where all of them end.
         total: the rows, padding behind the last document included.
-        used_q: the real rows of each document; the others are padding.
+        used_q: the real queries of each document.
         used_k: the real keys of each document.
+        owned: the rows of each document that are no padding, used_q or more of them. Those behind the queries cost
+            nothing.
         windows: (left, right) each, ``causal`` folded in; ranks are in balance under each of them.
         num_ranks: at least 1.
     """
     bands = [tuple(Band.of(window, *lengths) for window in windows) for lengths in zip(used_q, used_k, strict=True)]
-    padding = list(_padding(offsets, used_q, total, len(windows)))
-    uncut, by_slope = (
-        _assign([*_row_runs(offsets, used_q, used_k, bands, by_slope=by_slope), *padding], num_ranks)
-        for by_slope in (False, True)
-    )
+    without_queries = [
+        *_rows_without_queries(offsets, used_q, owned, bands),
+        *_padding(offsets, owned, total, len(windows)),
+    ]
+
+    def assigned(*, by_slope: bool) -> list[list[DocumentRows]]:
+        return _assign([*_row_runs(offsets, used_q, used_k, bands, by_slope=by_slope), *without_queries], num_ranks)
+
     # Under a window, runs of rows have fewer neighbours than pairs of rows. Only a document's first rows cost less.
-    accepts_uncut = all(left is not None for left, _ in windows) and uncut.imbalance <= _ACCEPTED_IMBALANCE
-    return (uncut if accepts_uncut else by_slope).rows
+    if all(left is not None for left, _ in windows):
+        uncut = assigned(by_slope=False)
+        if _imbalance(uncut, offsets, used_q, used_k, bands) <= _ACCEPTED_IMBALANCE:
+            return uncut
+    return assigned(by_slope=True)
 
 
 def _sum_clamped(start: int, stop: int, most: int) -> int:
@@ -155,9 +164,17 @@ def _row_runs(
             yield _RowRun(document, origin, start, stop, bands[document], length_k, in_pairs=by_slope and slopes)
 
 
-def _padding(offsets: Sequence[int], used_q: Sequence[int], total: int, num_windows: int) -> Iterable[_RowRun]:
+def _rows_without_queries(
+    offsets: Sequence[int], used_q: Sequence[int], owned: Sequence[int], bands: Sequence[tuple[Band, ...]]
+) -> Iterable[_RowRun]:
+    """Runs of rows of documents that have keys alone."""
+    for document, (origin, start, stop) in enumerate(zip(offsets[:-1], used_q, owned, strict=True)):
+        yield _RowRun(document, origin, start, stop, bands[document], 0, in_pairs=False)
+
+
+def _padding(offsets: Sequence[int], owned: Sequence[int], total: int, num_windows: int) -> Iterable[_RowRun]:
     """Runs of rows that no document owns."""
-    stops = [start + length for start, length in zip(offsets[:-1], used_q, strict=True)]
+    stops = [start + length for start, length in zip(offsets[:-1], owned, strict=True)]
     bands = (Band(None, None),) * num_windows
     for start, stop in zip((0, *stops), (*offsets[:-1], total), strict=True):
         yield _RowRun(-1, 0, start, stop, bands, 0, in_pairs=False)
@@ -233,14 +250,7 @@ class _Cone:
         return True
 
 
-class _Assignment(NamedTuple):
-    """The rows of each rank, and the excess of the largest area, under any window, as a part of the mean."""
-
-    rows: list[list[DocumentRows]]
-    imbalance: float
-
-
-def _assign(runs: Sequence[_RowRun], num_ranks: int) -> _Assignment:
+def _assign(runs: Iterable[_RowRun], num_ranks: int) -> list[list[DocumentRows]]:
     """Gives each rank its part of every stratum."""
     rows: list[list[DocumentRows]] = [[] for _ in range(num_ranks)]
     extra = 0
@@ -251,18 +261,24 @@ def _assign(runs: Sequence[_RowRun], num_ranks: int) -> _Assignment:
         extra += left
         for own, dealt in zip(rows, _deal(stratum, counts), strict=True):
             own += dealt
-    return _Assignment(rows, _imbalance(rows, runs))
+    return rows
 
 
-def _imbalance(rows: Sequence[Sequence[DocumentRows]], runs: Iterable[_RowRun]) -> float:
-    found = {run.document: run for run in runs if run.document >= 0}
-    areas = [[0] * len(rows) for _ in next(iter(found.values())).bands] if found else []
+def _imbalance(
+    rows: Sequence[Sequence[DocumentRows]],
+    offsets: Sequence[int],
+    used_q: Sequence[int],
+    used_k: Sequence[int],
+    bands: Sequence[tuple[Band, ...]],
+) -> float:
+    """The excess of the largest area of a rank, under any window, as a part of the mean."""
+    areas = [[0] * len(rows) for _ in bands[0]] if bands else []
     for rank, own in enumerate(rows):
-        for document, start, stop in own:
+        for document, *ends in own:
             if document >= 0:
-                run = found[document]
-                for of_window, band in zip(areas, run.bands, strict=True):
-                    of_window[rank] += band.area(start - run.origin, stop - run.origin, run.length_k)
+                start, stop = (min(row - offsets[document], used_q[document]) for row in ends)
+                for of_window, band in zip(areas, bands[document], strict=True):
+                    of_window[rank] += band.area(start, stop, used_k[document])
     return max((max(each) * len(rows) / sum(each) - 1 for each in areas if sum(each)), default=0.0)
 
 

@@ -185,7 +185,7 @@ class Sharding:
         windows = [checked_window(causal, pair) for pair in pairs]
         is_shared = cu_seqlens_k is None and seqused_k is not None
         owned = tuple(map(max, used_q, used_k)) if is_shared else used_q
-        rows = balanced_rows(offsets, total, owned, used_k, windows, num_ranks)
+        rows = balanced_rows(offsets, total, used_q, used_k, owned, windows, num_ranks)
         layout = cls(offsets, total, tuple(_tidy(Segment(*r) for r in of_rank) for of_rank in rows))
         return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 

@@ -92,6 +92,23 @@ def test_ranks_have_the_same_area_under_each_window(
         assert max(each) < 1.03 * sum(each) / num_ranks
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("used_q", "used_k"), [([100], [70_000]), ([100, 50, 9000], [70_000, 30_000, 2000]), ([0, 300], [70_000, 30_000])]
+)
+def test_rows_with_keys_alone_cost_nothing(used_q: list[int], used_k: list[int], mask: str) -> None:
+    """Queries of a cache are such: many keys are real, and few rows have queries."""
+    cu, given = (
+        offsets([70_000, 30_000, 9000][: len(used_q)]),
+        {**MASKS[mask], "seqused_q": used_q, "seqused_k": used_k},
+    )
+    sharding = Sharding.balanced(cu, 4, **given)
+    rows, areas = [sharding.num_rows(rank) for rank in range(4)], [sharding.area(rank, **given) for rank in range(4)]
+    assert max(rows) - min(rows) <= 1
+    assert max(areas) < 1.03 * sum(areas) / 4
+    assert (sharding.owned or tuple(b - a for a, b in pairwise(cu))) == tuple(map(max, used_q, used_k))
+
+
 def test_one_window_of_several_is_not_enough() -> None:
     """In balance for full layers alone, ranks wait for each other in those with a window."""
     cu = offsets(CORPORA["short documents"])
