@@ -396,7 +396,7 @@ def test_the_tables() -> None:
 
 def test_what_does_not_fit_is_an_error() -> None:
     """A bug is never planted in another place, or in fewer of them, without anyone's notice."""
-    code = KERNELS["forward"].code(chosen(128, right=True))  # which other tests compile
+    code = KERNELS["forward"].code(chosen(128, "right"))  # which other tests compile
     with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of mma: expected 2, got those of lines \[\d+\]"):
         code.changed(find("mma", "tcgen05.dealloc", 2).left_out())
     with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, backward_config
-from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
-from flash_attn_cute.kernels.sm100.backward.backward_config import backward_config as sm100_backward
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 from lab.lint import lint
 from tests.lib.compiled import code_for
-from tests.lib.configurations import BACKWARD_EVERYTHING, DESCRIBED
+from tests.lib.configurations import (
+    BACKWARD_EVERYTHING,
+    DESCRIBED,
+    LONG,
+    backward,
+    sm90_backward,
+    sm90_bias_gradient,
+)
 from tests.lib.tiers import tiered
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -357,9 +361,7 @@ def test_hopper_kernels(name: str) -> None:
 
 
 HOPPER_LISTS = {name: DESCRIBED[name] for name in ("sm90-forward-bias-block-mask", "sm90-backward-fixed-point")}
-HOPPER_LISTS["gradient of a bias"] = bias_gradient_config(
-    "bfloat16", 64, 64, Features(bias=True, mask=True), split=True
-)
+HOPPER_LISTS["gradient of a bias"] = sm90_bias_gradient(64, "mask", split=True)
 
 
 @pytest.mark.slow
@@ -375,8 +377,7 @@ def test_hopper_kernels_under_masks(config: Any) -> None:
 @pytest.mark.slow
 def test_hopper_offsets_have_64_bits() -> None:
     """Also those in sums of more than 2^31 numbers."""
-    features = Features(**BACKWARD_EVERYTHING | {"deterministic": False})
-    assert lint(code_for(backward_config("bfloat16", 256, 256, features)).ptx) == []
+    assert lint(code_for(sm90_backward(256, f"{BACKWARD_EVERYTHING} -deterministic")).ptx) == []
 
 
 BLACKWELL = {
@@ -419,7 +420,7 @@ PAIRS = {
 @pytest.mark.slow
 def test_pairs_of_ctas() -> None:
     """Arrivals from the other CTA are counted, and publish what they publish within a CTA."""
-    text = code_for(sm100_backward("bfloat16", 128, 128, Features(), keys=8192)).ptx
+    text = code_for(backward(128, keys=LONG)).ptx
     assert lint(text) == []
     start = text.index(".entry", text.index("BackwardPair"))
     for rule, pattern, replacement in PAIRS.values():

@@ -87,6 +87,11 @@ def machine_code(config: Any, folder: Path, spilled: int = 0) -> dict[str, list[
     return found
 
 
+def count(code: str, instruction: str) -> int:
+    """How often an instruction stands in PTX or machine code; ``instruction`` is a regular expression."""
+    return len(re.findall(rf"\b{instruction}\b", code))
+
+
 def class_name(function: str) -> str:
     """Name of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
     names = "Forward|ForwardHalfBlocks|ForwardPair|BackwardCta|BackwardHalfBlocks|BackwardCluster|BackwardTwoPass"
