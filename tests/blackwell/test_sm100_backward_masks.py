@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,21 +10,22 @@ from flash_attn_cute import BlockMask
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity import column_tables
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, drawn, poisoned_dout, random_call
+from tests.lib.checks import bitwise_equal, drawn, poisoned_dout
 from tests.lib.interpreted.backward import Interpreted, check, execute
+from tests.lib.interpreted.common import dense, packed
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
-BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128": ([200], [200], {"packed": False, "head_dim": 128, "nheads": 1}),
-    "d128-packed": ([130, 0, 60], [100, 40, 130], {"head_dim": 128, "nheads": 1, "window_size": (None, 30)}),
-    "d64-grouped": ([140, 140], [200, 200], {"packed": False, "nheads": 4, "nheads_k": 1}),
-    "d64-everything": ([130, 1, 90], [200, 129, 0], {"softcap": 5.0, "sink": True, "seqused": True, "causal": True}),
-    "d192-dv128-window": ([150], [200], {"packed": False, "head_dim": 192, "head_dim_v": 128, "window_size": (90, 20)}),
-    "d192": ([200], [140], {"packed": False, "head_dim": 192, "nheads": 1, "dtype": torch.float16}),
-    "d256-everything": ([90, 60], [100, 130], {"head_dim": 256, "nheads_k": 1, "causal": True, "softcap": 5.0}),
+BLOCK_MASKS = {
+    "d128": dense([200], [200], head_dim=128, nheads=1),
+    "d128-packed": packed([130, 0, 60], [100, 40, 130], head_dim=128, nheads=1, window_size=(None, 30)),
+    "d64-grouped": dense([140, 140], [200, 200], nheads=4, nheads_k=1),
+    "d64-everything": packed([130, 1, 90], [200, 129, 0], softcap=5.0, sink=True, seqused=True, causal=True),
+    "d192-dv128-window": dense([150], [200], head_dim=192, head_dim_v=128, window_size=(90, 20)),
+    "d192": dense([200], [140], head_dim=192, nheads=1, dtype=torch.float16),
+    "d256-everything": packed([90, 60], [100, 130], head_dim=256, nheads_k=1, causal=True, softcap=5.0),
 }
 
 
@@ -44,10 +44,9 @@ def with_order(call: Call, draw: random.Random) -> Call:
 @pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-packed", "d192", "d256-everything"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
-    lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        call = BLOCK_MASKS[case]()
         call = with_block_mask(call, draw, least=0.0 if count else 0.1)
         check(with_order(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
@@ -57,7 +56,7 @@ def test_keys_and_queries_that_see_nothing() -> None:
     """Blocks of fully masked keys, of one head or of all; fully masked queries."""
     visible = torch.ones(2, 2, 3, dtype=torch.bool)
     visible[:, :, 1] = visible[1, :, 0] = visible[0, 1] = False
-    call = random_call([140], [300], packed=False, nheads=2, nheads_k=1, head_dim=64, dtype=torch.bfloat16)
+    call = dense([140], [300], nheads_k=1)()
     shown = visible.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :140, :300]
     mask = BlockMask.from_blocks(visible[None], (128, 128), seqlen_q=140, seqlen_k=300)
     got = check(replace(call, block_mask=mask, shown=shown[None]), Interpreted(random.Random(0)))
@@ -81,8 +80,7 @@ def test_block_orders_that_do_not_ascend(head_dim: int, order: str) -> None:
     steps = column_tables.steps(tables.rows, mask.sizes) > 0
     ascending = steps.cumsum(2, dtype=torch.int16) - 1
     assert (column_tables.m_block_order_of(tables, mask.sizes) != ascending)[steps].any()
-    options: dict[str, Any] = {"packed": False, "head_dim": head_dim, "nheads": 1, "dtype": torch.bfloat16}
-    call = replace(random_call([522], [524], **options), block_mask=mask, shown=shown)
+    call = replace(dense([522], [524], head_dim=head_dim, nheads=1)(), block_mask=mask, shown=shown)
     results = []
     for num_ctas in (1, 3):
         torch.manual_seed(0)  # of the gradient of out
@@ -91,21 +89,13 @@ def test_block_orders_that_do_not_ascend(head_dim: int, order: str) -> None:
     assert all(bitwise_equal(first[name], other[name]) for name in first)
 
 
-MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128-causal": ([200], [300], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
-    "d64-packed": (
-        [150, 0, 60],
-        [200, 100, 40],
-        {"nheads": 2, "nheads_k": 1, "mask": (1, 1, 1), "window_size": (9, 60)},
-    ),
-    "d64-shared": ([140, 140], [140, 140], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
-    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
-    "d256-everything": ([70, 1], [140, 0], {"head_dim": 256, "softcap": 5.0, "sink": True, "seqused": True}),
-    "d192-grouped": (
-        [60, 90],
-        [140, 80],
-        {"head_dim": 192, "packed": False, "seqused": True, "mask": (1, 1, 1, 1), "nheads_k": 1},
-    ),
+MASKS = {
+    "d128-causal": dense([200], [300], head_dim=128, causal=True, mask=(1, 1)),
+    "d64-packed": packed([150, 0, 60], [200, 100, 40], nheads=2, nheads_k=1, mask=(1, 1, 1), window_size=(9, 60)),
+    "d64-shared": dense([140, 140], [140, 140], nheads_k=1, mask=(1, 0, 0, 1)),
+    "d192-dv128": dense([70], [140], head_dim=192, head_dim_v=128, nheads=1, mask=(1, 1)),
+    "d256-everything": packed([70, 1], [140, 0], head_dim=256, mask=(1, 1), softcap=5.0, sink=True, seqused=True),
+    "d192-grouped": dense([60, 90], [140, 80], head_dim=192, seqused=True, mask=(1, 1, 1, 1), nheads_k=1),
 }
 
 
@@ -123,25 +113,20 @@ def with_blocks_of(call: Call, draw: random.Random) -> Call:
 )
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
-    lengths_q, lengths_k, options = MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "mask": (1, 1), **options})
+        call = MASKS[case]()
         check(with_blocks_of(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("queries", "keys", "head_dim", "kind"),
-    [(100, 300, 64, "block_mask"), pytest.param(20, 140, 192, "mask", marks=pytest.mark.rare)],
-)
-def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["block_mask", pytest.param("mask", marks=pytest.mark.rare)])
+def test_schedules_give_the_same_bits(kind: str) -> None:
     """Lists and turns of a tile do not depend on which CTA takes which tile, or on which role is late."""
-    options: dict[str, Any] = {"head_dim": head_dim, "nheads": 2, "nheads_k": 1, "dtype": torch.bfloat16}
     if kind == "mask":
-        call = with_blocks_of(random_call([queries], [keys], packed=False, mask=(1, 1), **options), random.Random(0))
+        call = with_blocks_of(dense([20], [140], head_dim=192, nheads_k=1, mask=(1, 1))(), random.Random(0))
     else:
-        call = with_block_mask(random_call([queries], [keys], packed=False, **options), random.Random(0), "causal")
+        call = with_block_mask(dense([100], [300], nheads_k=1)(), random.Random(0), "causal")
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, other = (execute(call, Interpreted(random.Random(n), n), lse.detach().float(), dout, None) for n in (1, 3))

@@ -11,9 +11,10 @@ import torch
 from lab import interpreter
 from lab.interpreter.state import Array
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
+from tests.lib.checks import bitwise_equal, poisoned_dout
 from tests.lib.edge_calls import EDGES
 from tests.lib.interpreted import backward, forward
+from tests.lib.interpreted.common import packed
 from tests.lib.tiers import tiered
 
 
@@ -28,7 +29,7 @@ def test_edges(name: str) -> None:
 @pytest.mark.slow
 def test_seqused_beyond_its_slot_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts for the slot's rows: gradients and out have the same bits as with their number."""
-    call = random_call([33, 0, 20], [40, 5, 30], nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
+    call = packed([33, 0, 20], [40, 5, 30], nheads=1, causal=True)()
     slots, beyond = (torch.tensor(x, dtype=torch.int32) for x in ([33, 0, 20], [200, 5, 1000]))
     fits = dataclasses.replace(call, seqused_q=slots, seqused_k=torch.tensor([40, 5, 30], dtype=torch.int32))
     more = dataclasses.replace(call, seqused_q=beyond, seqused_k=beyond + 200)

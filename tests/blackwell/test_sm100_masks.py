@@ -2,43 +2,41 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from tests.lib.checks import drawn, random_call
-from tests.lib.interpreted.common import B300, EVERYTHING
+from tests.lib.checks import drawn
+from tests.lib.interpreted.common import B300, EVERYTHING, dense, packed
 from tests.lib.interpreted.forward import check
 from tests.lib.masks import with_block_mask
 from tests.lib.tiers import tiered
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
-BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128": ([300], [400], {"packed": False, "head_dim": 128}),
-    "d64-gqa": ([140, 140], [300, 300], {"packed": False, "head_dim": 64, "nheads": 4, "nheads_k": 2}),
-    "d128-window": ([300], [400], {"packed": False, "head_dim": 128, "window_size": (150, 20), "nheads": 1}),
-    "d64-everything": ([200, 1, 90], [300, 129, 0], {"softcap": 5.0, "sink": True, "seqused": True, "causal": True}),
-    "d192-dv128": ([270], [300], {"packed": False, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}),
-    "d256-packed": ([140, 60], [200, 130], {"head_dim": 256, "nheads": 1, "causal": True}),
+BLOCK_MASKS = {
+    "d128": dense([300], [400], head_dim=128),
+    "d64-gqa": dense([140, 140], [300, 300], head_dim=64, nheads=4, nheads_k=2),
+    "d128-window": dense([300], [400], head_dim=128, window_size=(150, 20), nheads=1),
+    "d64-everything": packed([200, 1, 90], [300, 129, 0], softcap=5.0, sink=True, seqused=True, causal=True),
+    "d192-dv128": dense([270], [300], head_dim=192, head_dim_v=128, dtype=torch.float16),
+    "d256-packed": packed([140, 60], [200, 130], head_dim=256, nheads=1, causal=True),
 }
 
 
 @pytest.mark.parametrize("case", tiered(BLOCK_MASKS, rare=["d128-window", "d192-dv128"]))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or none."""
-    lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        call = BLOCK_MASKS[case]()
         check(with_block_mask(call, draw, least=0.0 if count else 0.1), draw)
 
 
 @pytest.mark.slow
 def test_parts_that_see_different_blocks() -> None:
     """Blocks that are far apart, of both parts, of one, and of none; a part, and rows, that see nothing at all."""
-    call = random_call([700], [128 * 70], packed=False, nheads=1, head_dim=64, dtype=torch.bfloat16)
+    call = dense([700], [128 * 70], nheads=1)()
     visible = torch.zeros(6, 70, dtype=torch.bool)
     visible[0, [3, 5, 40, 69]] = visible[1, [5, 6, 36, 38, 69]] = True
     visible[2, 33] = visible[5, 0] = True
@@ -49,26 +47,30 @@ def test_parts_that_see_different_blocks() -> None:
     check(call, random.Random(0))
 
 
-MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128-causal": ([300], [400], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
-    "d64-packed": ([150, 0, 260], [200, 100, 140], {"mask": (1, 1, 1), "window_size": (None, 60)}),
-    "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1), "causal": True}),
-    "d128-everything": (
+MASKS = {
+    "d128-causal": dense([300], [400], head_dim=128, causal=True, mask=(1, 1)),
+    "d64-packed": packed([150, 0, 260], [200, 100, 140], mask=(1, 1, 1), window_size=(None, 60)),
+    "d64-shared": dense([280, 280], [200, 200], nheads_k=1, mask=(1, 0, 0, 1), causal=True),
+    "d128-everything": packed(
         [150, 1, 260],
         [200, 0, 140],
-        {"head_dim": 128, "mask": (1, 1, 1), "window_size": (90, 60), "softcap": 5.0, "sink": True, "seqused": True},
+        head_dim=128,
+        mask=(1, 1, 1),
+        window_size=(90, 60),
+        softcap=5.0,
+        sink=True,
+        seqused=True,
     ),
-    "d256-by-batch": ([60, 200], [140, 80], {"head_dim": 256, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
+    "d256-by-batch": dense([60, 200], [140, 80], head_dim=256, seqused=True, mask=(1, 0, 1, 1)),
 }
 
 
 @pytest.mark.parametrize("case", tiered(MASKS, "d64-shared", rare=["d128-causal", "d64-packed"]))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
-    lengths_q, lengths_k, options = MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "mask": (1, 1), **options})
+        call = MASKS[case]()
         assert call.mask is not None
         for value in (False, True):
             rows, keys = draw.choice([0, 128, 256]), draw.choice([0, 128])
@@ -76,32 +78,23 @@ def test_masks(case: str, fuzz_seconds: float) -> None:
         check(call, draw)
 
 
-BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128": ([200], [296], {"packed": False, "head_dim": 128, "bias": (1, 1), "causal": True}),
-    "d64-sliced": ([140], [200], {"packed": False, "bias": (1, 1, 1), "bias_layout": "sliced"}),
-    "d64-packed-float32": ([150, 0, 60], [130, 7, 140], {"bias": (1, 1, 1), "bias_dtype": torch.float32}),
-    "d128-transposed": (
-        [150],
-        [140],
-        {"packed": False, "head_dim": 128, "bias": (0, 1, 1), "bias_layout": "transposed"},
-    ),
-    "d128-everything": (
-        [140, 1],
-        [200, 0],
-        {"head_dim": 128, "bias": (1, 1, 1), "mask": (1, 1), **EVERYTHING},
-    ),
-    "d256-float16": ([70], [200], {"packed": False, "head_dim": 256, "bias": (1, 1), "dtype": torch.float16}),
-    "d64-keys": ([140], [150], {"packed": False, "bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced"}),
+BIASES = {
+    "d128": dense([200], [296], nheads=1, head_dim=128, bias=(1, 1), causal=True),
+    "d64-sliced": dense([140], [200], nheads=1, bias=(1, 1, 1), bias_layout="sliced"),
+    "d64-packed-float32": packed([150, 0, 60], [130, 7, 140], nheads=1, bias=(1, 1, 1), bias_dtype=torch.float32),
+    "d128-transposed": dense([150], [140], nheads=1, head_dim=128, bias=(0, 1, 1), bias_layout="transposed"),
+    "d128-everything": packed([140, 1], [200, 0], nheads=1, head_dim=128, bias=(1, 1, 1), mask=(1, 1), **EVERYTHING),
+    "d256-float16": dense([70], [200], nheads=1, head_dim=256, bias=(1, 1), dtype=torch.float16),
+    "d64-keys": dense([140], [150], nheads=1, bias=(1,), bias_dtype=torch.float32, bias_layout="sliced"),
 }
 
 
 @pytest.mark.parametrize("case", tiered(BIASES, rare=["d128", "d64-packed-float32", "d256-float16", "d64-keys"]))
 def test_biases(case: str, fuzz_seconds: float) -> None:
     """Biases of any layout and alignment, NaN behind them; -inf hides, and a row may have lowest numbers alone."""
-    lengths_q, lengths_k, options = BIASES[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "nheads": 1, **options})
+        call = BIASES[case]()
         assert call.bias is not None
         with torch.no_grad():
             call.bias[..., ::7] = -torch.inf
@@ -115,6 +108,5 @@ def test_biases(case: str, fuzz_seconds: float) -> None:
 @pytest.mark.slow
 def test_bias_beside_a_block_mask() -> None:
     """In float32, by the kernel of a B300, which is that of a B200 but for its target: neither has polynomials."""
-    options: dict[str, Any] = {"packed": False, "head_dim": 128, "nheads": 1, "dtype": torch.bfloat16}
-    call = random_call([300], [280], bias=(1, 1, 1), bias_dtype=torch.float32, **options)
+    call = dense([300], [280], head_dim=128, nheads=1, bias=(1, 1, 1), bias_dtype=torch.float32)()
     check(with_block_mask(call, random.Random(1), "causal"), random.Random(0), capability=B300)

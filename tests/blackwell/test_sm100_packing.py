@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.checks import bitwise_equal
 from tests.lib.interpreted import forward
-from tests.lib.interpreted.common import B200
+from tests.lib.interpreted.common import B200, dense
 from tests.lib.interpreted.documents import differing
 from tests.lib.packings import Case, Document, Options, batch, document, packing
 from tests.lib.tiers import tiered
@@ -78,7 +78,7 @@ def test_a_short_document_beside_a_long_one() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_one_query_over_a_cache(d: int) -> None:
     """Out and lse of a row of a causal call, and of its query alone over the keys that it sees."""
-    call = random_call([300], packed=False, head_dim=d, causal=True, dtype=torch.bfloat16, nheads=1)
+    call = dense([300], head_dim=d, causal=True, nheads=1)()
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in "qkv"})
     out, lse = forward.execute(call, random.Random(0))
     for row in (0, 127, 128, 200, 299):

@@ -1,7 +1,6 @@
 """Blackwell's out in float32, its residuals, and delta of out with them, executed on the CPU from their PTX."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -9,28 +8,28 @@ import torch
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import counters
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, gradients, random_call
+from tests.lib.checks import bitwise_equal, gradients
 from tests.lib.interpreted import backward, forward
-from tests.lib.interpreted.common import as_given
+from tests.lib.interpreted.common import as_given, dense, packed
 from tests.lib.residuals import assert_restored
 from tests.lib.tiers import tiered
 
-# Lengths, whether pairs of CTAs compute it, and options.
-CASES: dict[str, tuple[list[int], bool, dict[str, Any]]] = {
-    "d64": ([150], False, {"head_dim": 64, "packed": False, "dtype": torch.float16}),
-    "d96-packed": ([40, 0, 130], False, {"head_dim": 96, "head_dim_v": 72, "causal": True, "sink": True}),
-    "d128": ([140], False, {"head_dim": 128, "packed": False, "causal": True}),
-    "d192": ([140], False, {"head_dim": 192, "packed": False, "causal": True}),
-    "d192-dv128-packed": ([40, 0, 130], False, {"head_dim": 192, "head_dim_v": 128}),  # O has no place but that of Q
-    "pair-d256": ([140], True, {"head_dim": 256, "packed": False}),
+# Calls, and whether pairs of CTAs compute them.
+CASES = {
+    "d64": (dense([150], head_dim=64, dtype=torch.float16), False),
+    "d96-packed": (packed([40, 0, 130], head_dim=96, head_dim_v=72, causal=True, sink=True), False),
+    "d128": (dense([140], head_dim=128, causal=True), False),
+    "d192": (dense([140], head_dim=192, causal=True), False),
+    "d192-dv128-packed": (packed([40, 0, 130], head_dim=192, head_dim_v=128), False),  # O has no place but that of Q
+    "pair-d256": (dense([140], head_dim=256), True),
 }
 
 
 @pytest.mark.parametrize("case", tiered(CASES, rare=["d64", "d96-packed", "d128"]))
 def test_residuals_are_what_rounding_has_lost(case: str) -> None:
     """Against the out in float32 that parts of a call over ranks have, and whose rounding is out else."""
-    lengths, by_pairs, options = CASES[case]
-    call = random_call(lengths, lengths, **{"dtype": torch.bfloat16, "nheads": 2, "nheads_k": 1, **options})
+    draw_call, by_pairs = CASES[case]
+    call = draw_call(nheads_k=1)
     rounded, wide = (
         forward.results_of(call, random.Random(0), by_pairs=by_pairs, asked=asked)
         for asked in ({"precise_gradients": True}, {"wide": True})
@@ -47,7 +46,7 @@ def test_residuals_are_what_rounding_has_lost(case: str) -> None:
 def test_gradients_are_as_with_an_out_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values have a large mean, which makes delta large, and so its error in an out that is rounded."""
     monkeypatch.setattr(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32))
-    call = random_call([130], [130], packed=False, head_dim=64, nheads=1, dtype=torch.bfloat16)
+    call = dense([130], nheads=1)()
     with torch.no_grad():
         call.v.add_(8)
     asked = {"precise_gradients": True}

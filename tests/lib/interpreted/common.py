@@ -20,6 +20,7 @@ from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from lab import interpreter
 from lab.interpreter.host import Host, Memory
+from tests.lib.checks import random_call
 from tests.lib.compiled import code_for
 from tests.lib.oracle import Call
 
@@ -152,6 +153,17 @@ def tensors_of(a: Any) -> dict[str, Tensor]:
         some = x._asdict() if name == "blocks" else {name: x}
         found |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
     return found
+
+
+def packed(
+    lengths_q: list[int], lengths_k: list[int] | None = None, *, head_dim: int = 64, **options: Any
+) -> functools.partial[Call]:
+    """Draws a call of packed sequences, in bfloat16 by default; options are those of ``random_call``."""
+    options = {"dtype": torch.bfloat16, **options}
+    return functools.partial(random_call, lengths_q, lengths_k, head_dim=head_dim, **options)
+
+
+dense = functools.partial(packed, packed=False)
 
 
 EVERYTHING: dict[str, Any] = {"softcap": 5.0, "sink": True, "window_size": (100, 3), "seqused": True}
