@@ -1,15 +1,13 @@
 """The public functions: exact attention over dense batches and over packed sequences."""
 
-import functools
-import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from flash_attn_cute.calls import torch_modes, validate
+from flash_attn_cute.calls import torch_modes, user_errors, validate
 from flash_attn_cute.calls.attend import Result, attend, check, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.user_errors import says_where_to_look
 from flash_attn_cute.problem.spec import Deterministic as Deterministic
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -19,28 +17,7 @@ if TYPE_CHECKING:
 # For integrations, which know nothing below this module.
 is_same_memory = torch_modes.is_same_memory
 is_over_ranks = is_replaced
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def says_where_to_look(hint: str) -> Callable[[_Function], _Function]:
-    """Makes a function end its TypeError with a hint where it is given arguments that it does not have."""
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return function(*args, **options)
-            except TypeError as error:
-                if (
-                    error.__traceback__ is None or error.__traceback__.tb_next is not None
-                ):  # the function's own, from within
-                    raise
-                raise TypeError(f"{error}; {hint}") from None
-
-        return call  # type: ignore[return-value]
-
-    return decorate
+call = user_errors.call
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -417,27 +394,3 @@ def check_arguments(
     bounds = validate.check_bounds(max_seqlen_q, max_seqlen_k) if is_packed else None
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check(AttentionCall(q, k, v, *lengths, bounds=bounds, options=validate.check_options(**options)))
-
-
-def call(function: Callable[..., Any], names: Mapping[str, str], *args: Any, **options: Any) -> Any:
-    """Calls a function whose errors name arguments as the caller's user does.
-
-    Args:
-        function: what is called.
-        names: the user's name of each argument that has another one there.
-        args: of the function.
-        options: likewise.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        TypeError: the function raises it.
-        ValueError: likewise.
-    """
-    try:
-        return function(*args, **options)
-    except (TypeError, ValueError) as error:
-        words = re.compile(rf"\b({'|'.join(names)})\b")
-        error.args = tuple(words.sub(lambda word: names[word[0]], str(x)) for x in error.args)
-        raise

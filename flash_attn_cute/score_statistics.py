@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from flash_attn_cute.api import call, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import column_sums as own_kernel
-from flash_attn_cute.calls import validate
-from flash_attn_cute.calls.attend import check
+from flash_attn_cute.calls import user_errors, validate
+from flash_attn_cute.calls.attend import attend
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled
 from flash_attn_cute.calls.validate import Window
@@ -82,8 +81,8 @@ def row_entropy(
     """
     _refuse_unknown(pairs)
     given = _call(q, k, pairs)
-    q, k = given.q, given.k
-    mean_k, lse = _attention(q, k, k, pairs, mask=mask, block_mask=block_mask)
+    mean_k, lse, *_ = attend(given._replace(mask=mask, block_mask=block_mask))
+    q = given.q
     # As products of float16 can be too large for it, and those of bfloat16 cannot.
     products = q * mean_k if q.dtype == torch.bfloat16 else q.to(lse.dtype) * mean_k
     means = products.sum(-1, dtype=lse.dtype).transpose(-1, -2)
@@ -115,36 +114,40 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, **pairs: "Unpack[Pairs]") -> 
     """
     _refuse_unknown(pairs)
     given = _call(q, k, pairs)
-    check(given)
-    q, k = given.q, given.k
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
         got = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
         raise TypeError(f"lse: expected a floating-point tensor, got {got}")
-    scale = _scale(given)
-    if not scale:
+    if given.options.softmax_scale == 0:
         raise ValueError("softmax_scale: expected a number other than 0, got 0")
-    if lse.shape != (*q.shape[:-3], *q.shape[-2:-4:-1]) or lse.device != q.device:
-        expected = f"(..., nheads, queries) of q, {tuple(q.shape)} on {q.device}"
-        raise ValueError(f"lse: expected {expected}, got {tuple(lse.shape)} on {lse.device}")
     sums = own_kernel.column_sums(given, lse)
-    rows = lse.transpose(-1, -2)[..., None]
-    return _sums_of_turned(q, k, rows, scale, pairs) if sums is None else sums
+    return _sums_of_turned(given, lse) if sums is None else sums
 
 
-def _sums_of_turned(q: Tensor, k: Tensor, rows: Tensor, scale: float, pairs: Pairs) -> Tensor:
-    """Column sums by attention from keys to queries; ``rows`` is lse as a column of q."""
+def _sums_of_turned(given: AttentionCall, lse: Tensor) -> Tensor:
+    """Column sums by attention from keys to queries."""
+    q, k, scale, rows = given.q, given.k, _scale(given), lse.transpose(-1, -2)[..., None]
     hidden = rows == -math.inf
     factor = _inverse_of(scale, q.dtype)
     # Eight columns more: lse in three numbers, and the factor that it is divided by.
-    lse = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
-    longer_q = torch.cat((q.masked_fill(hidden, 0.0), torch.nn.functional.pad(lse, (0, 5))), -1)
+    parts = _parts((rows / -(scale * factor)).masked_fill(hidden, -3e4), q.dtype)
+    longer_q = torch.cat((q.masked_fill(hidden, 0.0), torch.nn.functional.pad(parts, (0, 5))), -1)
     by_group = k[..., None, :].expand(*k.shape[:-1], q.shape[-2] // k.shape[-2], -1)
     factors, zeros = (torch.full_like(by_group[..., :1], x) for x in (factor, 0.0))
     longer_k = torch.cat((by_group, *[factors] * 3, *[zeros] * 5), -1).flatten(-3, -2)
-    left, right = pairs.get("window_size", (None, None))
-    turned: Any = {_OF_OTHER_SIDE.get(name, name): x for name, x in pairs.items()}
-    turned |= {"softmax_scale": scale, "causal": False, "window_size": (0 if pairs.get("causal") else right, left)}
-    _, log_sums = call(_attention, _OF_OTHER_SIDE, longer_k, longer_q, longer_q[..., :8], turned)
+    left, right = given.options.window_left, given.options.window_right
+    turned = AttentionCall(
+        longer_k,
+        longer_q,
+        longer_q[..., :8],
+        given.cu_seqlens_k,
+        given.cu_seqlens_q,
+        given.seqused_k,
+        given.seqused_q,
+        bounds=None if given.bounds is None else given.bounds[::-1],
+        options=given.options._replace(softmax_scale=scale, window_left=right, window_right=left),
+        backend=given.backend,
+    )
+    _, log_sums, *_ = user_errors.call(attend, _OF_OTHER_SIDE, turned)
     sums: Tensor = log_sums.exp()
     return sums
 
@@ -176,13 +179,6 @@ def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
     given = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
     given = given.with_tensors(**lengths)
     return autocast(given) if is_any_autocast_enabled() else given
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, **masks: Any) -> tuple[Tensor, Tensor]:
-    """Out and lse of a call."""
-    attend: Any = flash_attn_varlen_func if "cu_seqlens_q" in pairs else flash_attn_func
-    found: tuple[Tensor, Tensor] = attend(q, k, v, return_lse=True, **masks, **pairs)
-    return found
 
 
 def _refuse_unknown(pairs: Pairs) -> None:

@@ -14,17 +14,18 @@ def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
 
     Args:
         call: with windows and padding at the most, after autocast.
-        lse: of its scores.
+        lse: of its scores, a floating-point tensor.
 
     Raises:
         TypeError: as ``attend`` does.
-        ValueError: likewise.
+        ValueError: likewise; or lse of another shape or device.
         NotImplementedError: likewise.
     """
-    if is_replaced():
-        return None
     watched = needs_dispatcher((*call[:NUM_TENSORS], lse))
     inputs, plan = prepare(call, backward=False, watched=watched)
-    if not dispatch.BACKENDS[plan.backend].has_column_sums:
+    if lse.shape != inputs.lse_shape or lse.device != inputs.q.device:
+        expected = f"(..., nheads, queries) of q, {tuple(inputs.q.shape)} on {inputs.q.device}"
+        raise ValueError(f"lse: expected {expected}, got {tuple(lse.shape)} on {lse.device}")
+    if is_replaced() or not dispatch.BACKENDS[plan.backend].has_column_sums:
         return None
     return ops.column_sums(inputs, plan, lse, watched)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from flash_attn_cute.api import SharedKeywords, says_where_to_look
+from flash_attn_cute.api import SharedKeywords
 from flash_attn_cute.calls import validate
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import autocast
+from flash_attn_cute.calls.user_errors import says_where_to_look
 from flash_attn_cute.distributed import rank_agreement
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sharding
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly

@@ -17,8 +17,7 @@ INSTRUMENTS = ROOT.parent / "lab"
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
     {"distributed", "integrations", "profile", "demo"},
-    {"score_statistics"},
-    {"api", "explanation", "flops", "padding"},
+    {"api", "explanation", "flops", "padding", "score_statistics"},
     {"calls"},
     {"selfcheck"},
     {"backends"},
