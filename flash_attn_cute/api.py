@@ -8,6 +8,7 @@ from flash_attn_cute.calls import torch_modes, user_errors, validate
 from flash_attn_cute.calls.attend import Result, attend, check, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.user_errors import says_where_to_look
+from flash_attn_cute.problem import spec
 from flash_attn_cute.problem.spec import Deterministic as Deterministic
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 is_same_memory = torch_modes.is_same_memory
 is_over_ranks = is_replaced
 call = user_errors.call
+check_int = spec.check_int
 
 
 class SharedKeywords(TypedDict, total=False):

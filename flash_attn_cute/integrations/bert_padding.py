@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute import api
 from flash_attn_cute.integrations import check_tensors
 
 
@@ -19,7 +20,7 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, seqlen, ...), of any dtype.
-        attention_mask: (batch, seqlen), bool or integers, True or 1 = real.
+        attention_mask: (batch, seqlen), bool or integers, True or 1 = real; on the device of hidden_states.
         unused_mask: likewise, of rows that are kept though they are not real; none of them is real.
 
     Returns:
@@ -29,18 +30,16 @@ def unpad_input(
 
     Raises:
         TypeError: an argument that is no tensor.
-        ValueError: a mask of another shape than (batch, seqlen).
+        ValueError: a mask of another shape than (batch, seqlen), on another device, or with numbers below 0, as those
+            have that are added to scores.
     """
     masks = {"attention_mask": attention_mask}
     if unused_mask is not None:
         masks["unused_mask"] = unused_mask
-    check_tensors(hidden_states=hidden_states, **masks)
+    _check_are_of_batch(hidden_states, **masks)
     for name, x in masks.items():
-        if x.ndim != 2 or x.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"{name}: expected the shape (batch, seqlen) of hidden_states, {tuple(hidden_states.shape[:2])}, "
-                f"got shape {tuple(x.shape)}"
-            )
+        if x.is_floating_point() and (x < 0).any():
+            raise ValueError(f"{name}: expected 1 = real and 0 = padding, got numbers below 0")
     real = attention_mask.bool()
     kept = real if unused_mask is None else real | unused_mask.bool()
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -57,17 +56,20 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Args:
         hidden_states: (total, ...), of any dtype.
         indices: (total,) int64 or int32, where each row is in the flattened batch; each index once.
-        batch: the sequences.
-        seqlen: the rows of each, padding included.
+        batch: the sequences, an int.
+        seqlen: the rows of each, padding included, an int.
 
     Returns:
         (batch, seqlen, ...) of hidden_states' dtype.
 
     Raises:
-        TypeError: hidden_states or indices is no tensor, or indices of another dtype than int64 and int32.
-        ValueError: indices of another shape than (total,), or out of range (``index_first_axis``).
+        TypeError: hidden_states or indices is no tensor, indices of another dtype than int64 and int32, or batch or
+            seqlen is no int.
+        ValueError: a number below 0; indices of another shape than (total,), on another device, or out of range
+            (``index_first_axis``).
     """
     check_tensors(hidden_states=hidden_states)
+    batch, seqlen = _count("batch", batch), _count("seqlen", seqlen)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
@@ -83,15 +85,15 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Raises:
         TypeError: an argument that is no tensor, or indices of another dtype than int64 and int32.
-        ValueError: indices of another shape than (total,), or out of range. The latter are noticed on a CPU; a GPU ends
-            in an assertion of PyTorch's, as for any index.
+        ValueError: indices of another shape than (total,), on another device, or out of range. The last are noticed on
+            a CPU; a GPU ends in an assertion of PyTorch's, as for any index.
     """
     check_tensors(input=input, indices=indices)
     if input.ndim == 0:
         raise ValueError("input: expected shape (rows, ...), got shape ()")
     if indices.ndim != 1:
         raise ValueError(f"indices: expected shape (total,), got shape {tuple(indices.shape)}")
-    _check_dtype(indices)
+    _check_indices(indices, "input", input, input.shape[0])
     try:
         return input.index_select(0, indices)
     except IndexError as error:
@@ -104,19 +106,22 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Args:
         values: (total, ...), of any dtype.
         indices: (total,) int64 or int32, where each row is in the result; each index once.
-        first_axis_dim: the rows of the result.
+        first_axis_dim: the rows of the result, an int.
 
     Returns:
         (first_axis_dim, ...), row i of values as row ``indices[i]``.
 
     Raises:
-        TypeError: values or indices is no tensor, or indices of another dtype than int64 and int32.
-        ValueError: indices of another shape than (total,), or out of range (``index_first_axis``).
+        TypeError: values or indices is no tensor, indices of another dtype than int64 and int32, or a number that is no
+            int.
+        ValueError: a number below 0; indices of another shape than (total,), on another device, or out of range
+            (``index_first_axis``).
     """
     check_tensors(values=values, indices=indices)
     if values.ndim == 0 or indices.shape != values.shape[:1]:
         raise ValueError(f"indices: expected shape {tuple(values.shape[:1])}, got shape {tuple(indices.shape)}")
-    _check_dtype(indices)
+    first_axis_dim = _count("first_axis_dim", first_axis_dim)
+    _check_indices(indices, "values", values, first_axis_dim)
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     try:
         return zeros.index_copy(0, indices.long(), values)
@@ -158,16 +163,18 @@ def unpad_input_for_concatenated_sequences(
 
     Raises:
         TypeError: an argument that is no tensor.
-        ValueError: lengths of another shape than (batch, seqlen).
+        ValueError: lengths of another shape than (batch, seqlen), on another device, below 0, or that sum up to more
+            than seqlen.
     """
     lengths = attention_mask_in_length
-    check_tensors(hidden_states=hidden_states, attention_mask_in_length=lengths)
-    if lengths.ndim != 2 or lengths.shape != hidden_states.shape[:2]:
+    _check_are_of_batch(hidden_states, attention_mask_in_length=lengths)
+    sums = lengths.sum(-1, keepdim=True)
+    if ((lengths < 0).any() | (sums > lengths.shape[1]).any()).item():
         raise ValueError(
-            f"attention_mask_in_length: expected the shape (batch, seqlen) of hidden_states, "
-            f"{tuple(hidden_states.shape[:2])}, got shape {tuple(lengths.shape)}"
+            f"attention_mask_in_length: expected lengths of 0 or more that sum up to {lengths.shape[1]} at the most in "
+            f"each entry, got sums of up to {sums.max().item()}, and {lengths.min().item()}"
         )
-    real = torch.arange(lengths.shape[1], device=lengths.device) < lengths.sum(-1, keepdim=True)
+    real = torch.arange(lengths.shape[1], device=lengths.device) < sums
     indices = real.flatten().nonzero().flatten()
     each = lengths[lengths > 0]  # entry by entry, as the rows are
     offsets = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
@@ -175,9 +182,39 @@ def unpad_input_for_concatenated_sequences(
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest
 
 
-def _check_dtype(indices: Tensor) -> None:
+def _check_are_of_batch(hidden_states: Tensor, **masks: Tensor) -> None:
+    check_tensors(hidden_states=hidden_states, **masks)
+    if hidden_states.ndim < 2:
+        raise ValueError(f"hidden_states: expected shape (batch, seqlen, ...), got shape {tuple(hidden_states.shape)}")
+    for name, x in masks.items():
+        if x.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"{name}: expected the shape (batch, seqlen) of hidden_states, {tuple(hidden_states.shape[:2])}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        _check_device(name, x, "hidden_states", hidden_states)
+
+
+def _check_device(name: str, x: Tensor, other: str, y: Tensor) -> None:
+    if x.device != y.device:
+        raise ValueError(f"{name}: expected a tensor on the device of {other}, {y.device}, got one on {x.device}")
+
+
+def _check_indices(indices: Tensor, name: str, x: Tensor, rows: int) -> None:
+    """Checks what can be checked of indices of rows without reading them; ``name`` is that of ``x``, beside them."""
     if indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices: expected int64 or int32, got {indices.dtype}")
+    _check_device("indices", indices, name, x)
+    if type(rows) is int and rows == 0 and indices.shape[0]:
+        raise ValueError(f"indices: expected none, as there are no rows, got {indices.shape[0]}")
+
+
+def _count(name: str, value: int) -> int:
+    """A number of rows or of sequences; symbolic ones of a compiled program are not asked."""
+    number = api.check_int(name, value)
+    if type(number) is int and number < 0:
+        raise ValueError(f"{name}: expected at least 0, got {number}")
+    return number
 
 
 def _out_of_range(indices: Tensor, rows: int) -> ValueError:

@@ -217,7 +217,7 @@ def attend(
                     f"{name}: expected None for packed sequences and padding, got shape {tuple(x.shape)}; "
                     "attn_implementation='sdpa' serves it"
                 )
-        where |= {"cu_seqlens_q": offsets[0].to(torch.int32), "cu_seqlens_k": offsets[1].to(torch.int32)}
+        where |= {"cu_seqlens_q": _as_int32(offsets[0]), "cu_seqlens_k": _as_int32(offsets[1])}
         where |= {"max_seqlen_q": offsets[2], "max_seqlen_k": offsets[3]}
         given: dict[str, Any] = {**where, **options, **band}
         packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -305,8 +305,7 @@ def _side(sliding_window: int | None, pattern: Pattern) -> int | None:
     """
     if sliding_window is None:
         return pattern.window
-    if not isinstance(sliding_window, int):
-        raise TypeError(f"sliding_window: expected None or an int, got {sliding_window!r}")
+    sliding_window = api.check_int("sliding_window", sliding_window, "None or an int")
     if sliding_window < 1:
         raise ValueError(f"sliding_window: expected None or at least 1, got {sliding_window}")
     side = sliding_window - 1
@@ -337,6 +336,11 @@ def _check_offsets(*offsets: object, attention_mask: Tensor | None) -> None:
         )
     if rows is not None and rows.pattern.has_padding:
         raise ValueError("cu_seq_lens_q: expected None beside an attention_mask with padding, got both")
+
+
+def _as_int32(offsets: Tensor) -> Tensor:
+    """Offsets of int64 as int32; others as they are, of which calls say what is wrong."""
+    return offsets.to(torch.int32) if offsets.dtype == torch.int64 else offsets
 
 
 def _mask_and_bias(
@@ -376,22 +380,43 @@ def _selected(
     """Which keys a layer has selected, as a mask; None if it does not select.
 
     Raises:
-        ValueError: blocks of an unknown size.
+        ValueError: blocks of an unknown size, numbers of another shape, or, on a CPU, of no key or block.
     """
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if indices is not None and (indices.ndim != 3 or indices.shape[:2] != (batch, seqlen_q)):
+        raise ValueError(f"indices: expected shape ({batch}, {seqlen_q}, selected), got shape {tuple(indices.shape)}")
     if block_indices is None:
         if indices is None:
             return None
         keys = torch.zeros(batch, seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
-        return keys.scatter(-1, indices.long(), value=True)[:, None]
+        return _marked("indices", keys, indices)[:, None]
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if not isinstance(size, int) or indices is not None:
         raise ValueError(
             "block_indices: expected None where the layer has no indexer.block_size, or indices, too, got shape "
             f"{tuple(block_indices.shape)} from {type(module).__name__}"
         )
-    groups, num_blocks = block_indices.shape[1], -(-seqlen_k // size)
+    shape, heads = tuple(block_indices.shape), q.shape[2]
+    if len(shape) != 4 or (shape[0], shape[2]) != (batch, seqlen_q) or not shape[1] or heads % shape[1]:
+        raise ValueError(
+            f"block_indices: expected shape ({batch}, groups of {heads} heads, {seqlen_q}, selected), got shape {shape}"
+        )
+    groups, num_blocks = shape[1], -(-seqlen_k // size)
     blocks = torch.zeros(batch, groups, seqlen_q, num_blocks + 1, dtype=torch.bool, device=q.device)
-    blocks = blocks.scatter(-1, block_indices.masked_fill(block_indices < 0, num_blocks).long(), value=True)
+    blocks = _marked("block_indices", blocks, block_indices.masked_fill(block_indices < 0, num_blocks))
     of_groups = blocks[..., :-1].repeat_interleave(size, -1)[..., :seqlen_k]
-    return of_groups.repeat_interleave(q.shape[2] // groups, 1)
+    return of_groups.repeat_interleave(heads // groups, 1)
+
+
+def _marked(name: str, x: Tensor, numbers: Tensor) -> Tensor:
+    """True in those columns of False.
+
+    Raises:
+        ValueError: a number of no column, which PyTorch notices on a CPU.
+    """
+    try:
+        return x.scatter(-1, numbers.long(), value=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}: expected numbers below {x.shape[-1]}, got {int(numbers.min())} to {int(numbers.max())}"
+        ) from error

@@ -12,6 +12,7 @@ from flash_attn_cute import flash_attn_func
 from flash_attn_cute.integrations import bert_padding
 from flash_attn_cute.integrations.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn_cute.integrations.flash_attn import flash_attn_varlen_func
+from tests.lib.refusals import assert_refused, refusals
 
 MASK = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
 UNUSED = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]])
@@ -72,23 +73,56 @@ def test_empty_batches() -> None:
     assert pad_input(rows, indices, 0, 4).shape == (0, 4, 2)
 
 
-def test_refused() -> None:
-    x = torch.randn(3, 4, 2)
-    with pytest.raises(ValueError, match=r"attention_mask: expected the shape .*\(3, 4\), got shape \(3, 5\)"):
-        unpad_input(x, torch.ones(3, 5))
-    with pytest.raises(ValueError, match=r"unused_mask: expected the shape .*\(3, 4\), got shape \(4,\)"):
-        unpad_input(x, MASK, torch.ones(4))
-    with pytest.raises(ValueError, match=r"indices: expected shape \(5,\), got shape \(4,\)"):
-        pad_input(torch.randn(5, 2), torch.arange(4), 3, 4)
-    wrong: Any = [1]
-    for call, name in (
-        (lambda: unpad_input(wrong, MASK), "hidden_states"),
-        (lambda: unpad_input(x, wrong), "attention_mask"),
-        (lambda: pad_input(x, wrong, 3, 4), "indices"),
-        (lambda: index_first_axis(wrong, MASK), "input"),
-    ):
-        with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got list"):
-            call()
+X, ROWS, WRONG = torch.zeros(3, 4, 2), torch.zeros(2, 2), [1]
+LENGTHS = torch.tensor([[2, 1, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]])
+put, concatenated = bert_padding.index_put_first_axis, bert_padding.unpad_input_for_concatenated_sequences
+
+
+@refusals("""
+unpad_input(X, torch.ones(3, 5))
+    ValueError: attention_mask: expected the shape (batch, seqlen) of hidden_states, (3, 4), got shape (3, 5)
+unpad_input(X, MASK, torch.ones(4))
+    ValueError: unused_mask: expected the shape (batch, seqlen) of hidden_states, (3, 4), got shape (4,)
+unpad_input(X[0, :, 0], MASK)
+    ValueError: hidden_states: expected shape (batch, seqlen, ...), got shape (4,)
+unpad_input(X, MASK.to("meta"))
+    ValueError: attention_mask: expected a tensor on the device of hidden_states, cpu, got one on meta
+unpad_input(X, MASK.double() - 1)
+    ValueError: attention_mask: expected 1 = real and 0 = padding, got numbers below 0
+unpad_input(WRONG, MASK)
+    TypeError: hidden_states: expected a torch.Tensor, got list
+unpad_input(X, WRONG)
+    TypeError: attention_mask: expected a torch.Tensor, got list
+pad_input(ROWS, WRONG, 3, 4)
+    TypeError: indices: expected a torch.Tensor, got list
+index_first_axis(WRONG, MASK)
+    TypeError: input: expected a torch.Tensor, got list
+index_first_axis(torch.zeros(()), MASK)
+    ValueError: input: expected shape (rows, ...), got shape ()
+index_first_axis(ROWS[:0], torch.arange(1))
+    ValueError: indices: expected none, as there are no rows, got 1
+index_first_axis(ROWS, torch.arange(1, device="meta"))
+    ValueError: indices: expected a tensor on the device of input, cpu, got one on meta
+pad_input(torch.zeros(5, 2), torch.arange(4), 3, 4)
+    ValueError: indices: expected shape (5,), got shape (4,)
+pad_input(ROWS, torch.arange(2), 3.0, 4)
+    TypeError: batch: expected an int, got 3.0
+pad_input(ROWS, torch.arange(2), 3, None)
+    TypeError: seqlen: expected an int, got None
+put(ROWS, torch.arange(2), -1)
+    ValueError: first_axis_dim: expected at least 0, got -1
+put(ROWS, torch.zeros(3), 6)
+    ValueError: indices: expected shape (2,), got shape (3,)
+concatenated(X, torch.zeros(3, 5))
+    ValueError: attention_mask_in_length: expected the shape (batch, seqlen) of hidden_states, (3, 4), got shape (3, 5)
+concatenated(X, LENGTHS * 2)
+    ValueError: attention_mask_in_length: expected lengths of 0 or more that sum up to 4 at the most in each entry, got
+    sums of up to 8, and 0
+concatenated(X, LENGTHS - 1)
+    ValueError: attention_mask_in_length: ... got sums of up to 0, and -1
+""")
+def test_refused(call: str, error: str) -> None:
+    assert_refused(call, error, globals())
 
 
 @pytest.mark.parametrize(
@@ -144,15 +178,6 @@ def test_residual_rows() -> None:
     rows, same = bert_padding.index_first_axis_residual(x, indices)
     assert torch.equal(rows, x[indices])
     assert same is x
-
-
-def test_concatenated_sequences_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"attention_mask_in_length: expected the shape .* got shape \(3, 5\)"):
-        bert_padding.unpad_input_for_concatenated_sequences(torch.zeros(3, 6, 2), torch.zeros(3, 5))
-    with pytest.raises(ValueError, match=r"indices: expected shape \(2,\), got shape \(3,\)"):
-        bert_padding.index_put_first_axis(torch.zeros(2, 4), torch.zeros(3), 6)
-    with pytest.raises(ValueError, match=r"input: expected shape \(rows, \.\.\.\), got shape \(\)"):
-        index_first_axis(torch.zeros(()), torch.zeros(1))
 
 
 def test_rearrange_is_einops_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,6 +402,12 @@ call(position_bias=[])
     TypeError: position_bias: expected a torch.Tensor, got list
 call(indices=[0])
     TypeError: indices: expected a torch.Tensor, got list
+call(indices=torch.zeros(2, 5, 3))
+    ValueError: indices: expected shape (2, 6, selected), got shape (2, 5, 3)
+call(indices=torch.full((2, 6, 1), 6))
+    ValueError: indices: expected numbers below 6, got 6 to 6
+call(**BY_OFFSETS | {"cu_seq_lens_k": torch.tensor([0.0, 12.0])})
+    TypeError: cu_seq_lens_k: expected int32, got torch.float32
 call(sliding_window=4.0)
     TypeError: sliding_window: expected None or an int, got 4.0
 """)
