@@ -125,7 +125,7 @@ def train(chosen: argparse.Namespace, group: ProcessGroup | None, device: torch.
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line and runs."""
+    """Options of the command line, which ends the program if heads and width do not fit each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=positive, default=1024, help="of a batch, on all ranks together")
     parser.add_argument("--longest", type=positive, default=512, help="document")
@@ -135,7 +135,13 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--method", choices=("auto", "all_gather", "ring", "all_to_all"), default="auto")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    d = chosen.width // chosen.heads
+    if d == 0 or d % 2:
+        parser.error(f"argument --heads: expected an even --width // --heads, as rotary embeddings need it, got {d}")
+    if chosen.heads % chosen.heads_k:
+        parser.error(f"argument --heads-k: expected a divisor of the {chosen.heads} heads, got {chosen.heads_k}")
+    return chosen
 
 
 def main() -> None:

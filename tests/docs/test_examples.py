@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from examples import context_parallel
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -52,3 +54,17 @@ def test_long_context() -> None:
 @pytest.mark.slow
 def test_context_parallel_runs_alone() -> None:
     assert "step 1: loss" in run("context_parallel.py", "--tokens", "64", "--longest", "32", "--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "64", "--heads", "3"], "--heads: expected an even --width // --heads, .* got 21"),
+        (["--width", "2", "--heads", "4"], "--heads: expected an even --width // --heads, .* got 0"),
+        (["--heads", "4", "--heads-k", "3"], "--heads-k: expected a divisor of the 4 heads, got 3"),
+    ],
+)
+def test_context_parallel_refuses_heads(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        context_parallel.options(options)
+    assert re.search(message, capsys.readouterr().err)
