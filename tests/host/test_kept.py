@@ -689,13 +689,15 @@ def test_graphs_let_go_of_what_they_kept() -> None:
 
 
 def table() -> str:
-    """Things and situations, and on which devices tests have both."""
-    lines = ["| | " + " | ".join(thing.name for thing in THINGS) + " |", "|---" * (len(THINGS) + 1) + "|"]
+    """The devices on which tests have situations, the things that they leave out, and the situations."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for situation, (devices, names) in SITUATIONS.items():
-        tested = " ".join("GPU" if device == "cuda" else "CPU" for device in devices)
-        cells = [tested if thing.name in names else "" for thing in THINGS]
-        lines.append(f"| {situation.__name__.replace('_', ' ')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        tested = ", ".join("GPU" if device == "cuda" else "CPU" for device in devices)
+        others = ", ".join(thing.name for thing in THINGS if thing.name not in names)
+        rows.setdefault((tested, others), []).append(situation.__name__.replace("_", " "))
+    lines = ["| on | all things but | situations |", "|---|---|---|"]
+    lines += [f"| {' | '.join(key)} | {', '.join(situations)} |" for key, situations in rows.items()]
+    return "\n".join([f"Things: {', '.join(thing.name for thing in THINGS)}.", "", *lines])
 
 
 def page_with(new: str) -> str:

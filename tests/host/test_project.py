@@ -362,11 +362,12 @@ def what_is_missing(page: str) -> list[str]:
     return wrong
 
 
-# Those about Blackwell name files of other projects, too.
+# The model's names files of other projects, too, and the changelog names that are gone.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(x for x in (ROOT / "docs").glob("*.md") if "blackwell" not in x.name),
+    *(x for x in (ROOT / "docs").glob("*.md") if x.name != "blackwell-model.md"),
+    *(ROOT / "benchmarks").rglob("*.md"),
 ]
 
 
