@@ -54,9 +54,11 @@ def test_parts_of_queries(packed: bool, elements: int, monkeypatch: pytest.Monke
 
 
 @packed_or_dense
-def test_rows_that_reach_nothing(packed: bool, device: str) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_rows_that_reach_nothing(softcap: float, packed: bool, device: str) -> None:
     """Keys of blocks that no query selects, or none whose window shows them; and queries that select nothing else."""
     options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "causal": True, "window_size": (40, None)}
+    options["softcap"] = softcap
     call = random_call([150, 150], packed=packed, device=device, **options)
     indices = torch.randint(0, 3, (2, 2, 150, 4))
     indices[:, :, 30] = -1  # selects nothing, and the next one what the window hides

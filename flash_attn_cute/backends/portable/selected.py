@@ -92,12 +92,11 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
     for head in _split_heads(tile):
         sum_dk, sum_dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (head.k, head.v))
         for part in _split_rows(head):
-            q, do = operand(part.take(tile.q)), operand(part.take(dout))
+            # A query without visible keys and its gradients may be NaN.
+            fully_masked = part.hidden.all(-1, keepdim=True)
+            q, do = (operand(part.take(x)).masked_fill(fully_masked, 0) for x in (tile.q, dout))
             k, v = part.gather(head.k), part.gather(head.v)
             scores, before = part.scores(q, k)
-            # Of a query without visible keys P is 0, and its gradients may be NaN.
-            fully_masked = part.hidden.all(-1, keepdim=True)
-            do = do.masked_fill(fully_masked, 0)
             weights = probabilities(scores, part.take(lse))
             part.add(sum_dv, product(weights.to(q.dtype).mT, do))
             dweights = product(do, v.mT)
