@@ -1,6 +1,7 @@
 """Rings: stages of shared memory that steps use in rotation, with their full and empty mbarriers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -127,6 +128,35 @@ class Ring:
         lane = cute.arch.lane_idx()
         if lane < 2:
             cute.arch.mbarrier_arrive(self.empty(step), lane)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Numbers that the producer publishes step by step."""
+
+    ring: Ring
+    numbers: cute.Tensor  # (number, stage)
+
+    @staticmethod
+    def of(rings: Any, tensors: dict[str, cute.Tensor | None]) -> "dict[str, StepInfo | None]":
+        """Numbers in tensors by the names of their rings; None for those that the configuration does without."""
+        return {name: None if x is None else StepInfo(getattr(rings, name), x) for name, x in tensors.items()}
+
+    @cute.jit
+    def publish(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
+        """Publishes the numbers of a step, by the producer, when all readers have released the stage."""
+        self.ring.wait_empty(step)  # from those who read
+        with cute.arch.elect_one():
+            for i, number in enumerate(numbers):
+                self.numbers[i, self.ring.stage(step)] = number
+            cute.arch.mbarrier_arrive(self.ring.full(step))  # to them
+
+    def read(self, step: Int32) -> tuple[Int32, ...]:
+        """Reads the numbers of a step and releases its stage, once by each warp."""
+        self.ring.wait_full(step)  # from the producer
+        found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(cute.size(self.numbers, mode=[0])))
+        self.ring.release(step)  # to it
+        return found
 
 
 class LedRing(Ring):

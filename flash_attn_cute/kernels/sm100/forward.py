@@ -162,7 +162,7 @@ class ForwardSm100(ForwardKernel):
         step = Int32(0)
         tiles.wait_full(step)  # from the producer
         while shared.tiles[0, tiles.stage(step)] >= 0:
-            num_blocks = QueryTile.read(c, shared.tiles[None, tiles.stage(step)]).blocks.num
+            num_blocks = shared.tile(c, step).blocks.num
             tiles.release_fields(step)  # to the producer
             for i in cutlass.range(num_blocks, unroll=1):
                 self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
@@ -238,7 +238,7 @@ class ForwardSm100(ForwardKernel):
                 if const_expr(c.leaves_out):
                     if const_expr(part == 0):
                         rings.entries.wait_full(k)  # from the producer
-                    seen = shared.entries[1 + part, rings.entries.stage(k)] != EMPTY
+                    seen = shared.entries.numbers[1 + part, rings.entries.stage(k)] != EMPTY
                     is_seen[part] = Int32(seen)
                     if const_expr(part == c.q_parts - 1):
                         rings.entries.release(k)  # to the producer
@@ -427,7 +427,7 @@ class _Rows:
 
     def tile(self, step: Int32) -> QueryTile:
         """Tile of a step, as the producer has published it."""
-        return QueryTile.read(self.config, self.shared.tiles[None, self.shared.rings.tiles.stage(step)])
+        return self.shared.tile(self.config, step)
 
     def visible_blocks(self, step: Int32) -> Blocks:
         """Blocks of the tile that this part of its queries attends to."""
@@ -442,7 +442,7 @@ class _Rows:
         """Entry of a block: its index, the code in the part's list, and the row's bits, 32 keys a word."""
         ring = self.shared.rings.entries
         ring.wait_full(block_step)  # from the producer
-        block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
+        block, code = (self.shared.entries.numbers[j, ring.stage(block_step)] for j in (0, 1 + self.part))
         ring.release(block_step)  # to it
         words = words_of(self.tables.mBits, code, 0, self.thread)
         if const_expr(self.config.features.intervals):

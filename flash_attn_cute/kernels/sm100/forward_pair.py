@@ -22,16 +22,130 @@ Commits arrive in any order. A CTA of the pair lives until all have arrived ther
 last Q, K and V, and its softmax warps for those of the last O.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32
 
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
+from flash_attn_cute.kernels.common.query_tiles import QueryTile
+from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.common.tma import ForwardTiles
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
+from flash_attn_cute.kernels.sm100.config import CTAS
 from flash_attn_cute.kernels.sm100.forward import ForwardSm100
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
-from flash_attn_cute.kernels.sm100.forward_pair_transfers import PairProducer
+from flash_attn_cute.kernels.sm100.forward_shared import Shared
+from flash_attn_cute.kernels.sm100.forward_transfers import Producer
+from flash_attn_cute.kernels.sm100.frame import InPair
 from flash_attn_cute.kernels.sm100.mma import commit_to_both
+
+_FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
+
+
+@dataclass(frozen=True)
+class PairShared(Shared, InPair):
+    """Shared memory of a CTA of a pair, and the broadcast of tiles to both CTAs."""
+
+    rank: Int32
+    queries: int  # of each CTA, in a tile
+    tiles_sent: cute.Tensor  # the leader's copy of what the second CTA reads
+
+    @cute.jit
+    def publish(self, tile: QueryTile, step: Int32) -> None:
+        """Publishes a tile to both CTAs, by the leader's producer: half of its queries to each."""
+        ring = self.rings.tiles
+        ring.wait_empty(step)  # from all other roles of both: they are done with the stage's last tile
+        with cute.arch.elect_one():
+            own, sent = (fields[None, ring.stage(step)] for fields in (self.tiles, self.tiles_sent))
+            for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + self.queries)):
+                replace(tile, first_query=first_query).write(fields)
+                fields[_FIRST_KEY] = tile.k.start
+            ring.publish(step, self.tiles, self.tiles_sent)
+
+    @cute.jit
+    def publish_end(self, step: Int32) -> None:
+        """Publishes the end of work to both CTAs, by the leader's producer."""
+        ring = self.rings.tiles
+        ring.wait_empty(step)  # as above
+        with cute.arch.elect_one():
+            for fields in (self.tiles, self.tiles_sent):
+                fields[0, ring.stage(step)] = Int32(-1)
+            ring.publish(step, self.tiles, self.tiles_sent)
+
+    def first_key(self, step: Int32) -> Int32:
+        """Where a tile's keys begin, in the tensor."""
+        return self.tiles[_FIRST_KEY, self.rings.tiles.stage(step)]
+
+
+class PairProducer(Producer):
+    """A warp of each CTA: loads its part of all that is needed, in the order in which it is. The leader's chooses."""
+
+    @cute.jit
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: PairShared) -> None:
+        """All tiles of the pair."""
+        c, rings, rank = self.config, shared.rings, shared.rank
+        heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
+        step, q_step, block_step = Int32(0), Int32(0), Int32(0)
+        first, _, _ = cute.arch.block_idx()
+        index = self._publish_next(a, shared, first // CTAS, step)
+        rings.tiles.wait_full(step)
+        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
+            tile = shared.tile(c, step)
+            first_key, head_k = shared.first_key(step), tile.head // heads_a_key_head
+            rings.tiles.release_fields(step)  # to the leader's producer
+            for i in cutlass.range(tile.blocks.num, unroll=1):
+                start = tile.blocks.nth(i) * c.tile_n
+                own = start + c.keys_shared * rank
+                # Keys of the second CTA may be none: an empty box arrives as zeros.
+                own_end = cutlass.max(cutlass.min(own + c.keys_shared, tile.k.length), own)
+                gK = tma.K.at(first_key + own, first_key + own_end, head_k, tile.batch)
+                self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
+                if i == 0:
+                    self._load_Q(tile, tma.Q, shared, q_step)
+                    q_step += c.q_parts
+                stop = first_key + cutlass.min(start + c.tile_n, tile.k.length)
+                gV = tma.V.at(first_key + start, stop, head_k, tile.batch, rank)
+                self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
+                block_step += 1
+            step += 1
+            index = self._publish_next(a, shared, index, step)
+            rings.tiles.wait_full(step)
+        # From the tensor cores of the pair: commits arrive in any order, and the CTA lives until all are here.
+        rings.q.wait_all_empty(q_step)
+        rings.k.wait_all_empty(block_step)
+        rings.v.wait_all_empty(block_step)
+
+    @cute.jit
+    def _publish_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
+        """Publishes the first tile from ``index`` on that is work, or the end, by the leader to all roles of both CTAs.
+
+        Returns the tile that may be the next one.
+        """
+        if shared.is_leader:
+            num_tiles, is_published = self.tiles.num(a), Boolean(False)
+            while index < num_tiles and not is_published:
+                tile = self.tiles.at(a, None, index)
+                index = take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0] // CTAS)
+                is_published = self.tiles.is_work(tile)
+                if is_published:
+                    shared.publish(tile, step)
+            if not is_published:
+                shared.publish_end(step)
+        else:
+            shared.rings.tiles.expect(step, shared.tiles)
+        return index
+
+    @cute.jit
+    def _announce(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:
+        """By the leader: the bytes of both, which arrive at its barrier."""
+        if shared.is_leader:
+            with cute.arch.elect_one():
+                ring.announce(step)
 
 
 class ForwardPairSm100(ForwardSm100):
@@ -44,7 +158,8 @@ class ForwardPairSm100(ForwardSm100):
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, "tiles_sent"))
+        sent = self.memory.tensors(storage, "tiles_sent")
+        return PairShared.of(self.memory, storage, rank=rank, queries=self.config.queries, **sent)
 
     @cute.jit
     def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:

@@ -45,10 +45,7 @@ class Producer:
             tile = self.tiles.at(a, iterator, index)
             index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
             if self.tiles.is_work(tile):
-                rings.tiles.wait_empty(step)  # from all other roles: they are done with the stage's last tile
-                with cute.arch.elect_one():
-                    tile.write(shared.tiles[None, rings.tiles.stage(step)])
-                    cute.arch.mbarrier_arrive(rings.tiles.full(step))
+                shared.publish(tile, step)
                 step += 1
                 if const_expr(c.features.listed):
                     cute.arch.sync_warp()  # it is written
@@ -57,9 +54,9 @@ class Producer:
                     block, tile_of_block = tile.blocks.nth(i), tile
                     if const_expr(c.features.listed):
                         block, codes = iterator.nth(i)
-                        self._publish_entry((block, *codes), shared, block_step)
+                        shared.entries.publish(block_step, (block, *codes))
                         # Reloaded: beside the block iterator registers are short.
-                        tile_of_block = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
+                        tile_of_block = shared.tile(c, step - 1)
                     start = block * c.tile_n
                     stop = k_start + cutlass.min(start + c.tile_n, tile_of_block.k.length)
                     start += k_start
@@ -72,20 +69,7 @@ class Producer:
                     gV = tma.V.at(start, stop, head_k, tile_of_block.batch)
                     self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                     block_step += 1
-        rings.tiles.wait_empty(step)
-        with cute.arch.elect_one():
-            shared.tiles[0, rings.tiles.stage(step)] = Int32(-1)
-            cute.arch.mbarrier_arrive(rings.tiles.full(step))
-
-    @cute.jit
-    def _publish_entry(self, values: tuple[Int32, ...], shared: Shared, step: Int32) -> None:
-        """Publishes the next block, and its code in the list of each part."""
-        ring = shared.rings.entries
-        ring.wait_empty(step)  # from softmax and mma warps: they have read the stage's last entry
-        with cute.arch.elect_one():
-            for i, value in enumerate(values):
-                shared.entries[i, ring.stage(step)] = value
-            cute.arch.mbarrier_arrive(ring.full(step))
+        shared.publish_end(step)
 
     @cute.jit
     def _load_Q(self, tile: QueryTile, tQ: RowTiles, shared: Shared, step: Int32) -> None:
@@ -133,7 +117,7 @@ class Epilogue:
         step, o_step = Int32(0), Int32(0)
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
-            has_keys = self._tile(shared, step).blocks.num > 0
+            has_keys = shared.tile(c, step).blocks.num > 0
             for part in cutlass.range(c.q_parts, unroll=1):
                 self._part(out, step, part, has_keys, o_step + part)
             if has_keys:
@@ -144,15 +128,11 @@ class Epilogue:
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
-    def _tile(self, shared: Shared, step: Int32) -> QueryTile:
-        """Tile of a step, loaded again where it is needed, to keep it out of registers."""
-        return QueryTile.read(self.config, shared.tiles[None, shared.rings.tiles.stage(step)])
-
     @cute.jit
     def _part(self, out: "_Out", step: Int32, part: Int32, has_keys: cutlass.Boolean, o_step: Int32) -> None:
         """A part of a tile: O, if it has keys, lse, and zeros into the padding."""
         c, a, shared, mO, mLSE, thread = self.config, out.arguments, out.shared, out.mO, out.mLSE, out.thread
-        rings, tile = shared.rings, self._tile(shared, step)
+        rings, tile = shared.rings, shared.tile(c, step)
         first_row = tile.first_query + PART_ROWS * part
         stop = cutlass.min(first_row + PART_ROWS, tile.q.length)
         row_sum, row_max = Float32(0.0), -Float32.inf
@@ -212,14 +192,14 @@ class Epilogue:
                         residuals[2 * q + half] = residual_word(list(own), self.dtype)
                     if const_expr(half == 1):
                         group = (piece * O_COLUMNS + first) // GROUP
-                        self._store_residuals(out, self._tile(shared, step), part, group, residuals)
+                        self._store_residuals(out, shared.tile(c, step), part, group, residuals)
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
                 tensor_memory.before_sync()
                 rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
             cute.arch.barrier(**together)
             if thread < 32:
-                tile = self._tile(shared, step)
+                tile = shared.tile(c, step)
                 start = tile.first_query + PART_ROWS * part
                 stop = cutlass.min(start + PART_ROWS, tile.q.length)
                 if start < stop:
@@ -246,7 +226,7 @@ class Epilogue:
     def _store_rows(self, out: "_Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O in float32, each row times a factor, by the threads that have the rows."""
         c, shared, rings, thread, mO = self.config, out.shared, out.shared.rings, out.thread, out.mO
-        tile = self._tile(shared, step)
+        tile = shared.tile(c, step)
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         row = tile.first_query + PART_ROWS * part + thread
         gO = mO[tile.q.start + row, None, tile.head, tile.batch]

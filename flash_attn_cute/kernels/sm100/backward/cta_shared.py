@@ -6,41 +6,22 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from flash_attn_cute.kernels.common.assembly import copy_to_cta
 from flash_attn_cute.kernels.common.key_tiles import WorkTileBroadcast
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.ring import Ring, StepInfo
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
+from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
+from flash_attn_cute.kernels.sm100.frame import InPair
 from flash_attn_cute.kernels.sm100.tensor_memory import Held
+
+OUT = CTAS  # the place of dS that is to be sent
 
 
 def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
     """Number of a step's i-th piece, counted over the steps of its adding warp."""
     return step // ADDING_WARPS * config.pieces_dQ + i
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """Numbers that the producer publishes step by step."""
-
-    ring: Ring
-    numbers: cute.Tensor  # (number, stage)
-
-    @cute.jit
-    def publish(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
-        """Publishes the numbers of a step, by the producer, when all readers have released the stage."""
-        self.ring.wait_empty(step)  # from those who read
-        with cute.arch.elect_one():
-            for i, number in enumerate(numbers):
-                self.numbers[i, self.ring.stage(step)] = number
-            cute.arch.mbarrier_arrive(self.ring.full(step))  # to them
-
-    def read(self, step: Int32) -> tuple[Int32, ...]:
-        """Reads the numbers of a step and releases its stage, once by each warp."""
-        self.ring.wait_full(step)  # from the producer
-        found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(cute.size(self.numbers, mode=[0])))
-        self.ring.release(step)  # to it
-        return found
 
 
 @dataclass(frozen=True)
@@ -70,16 +51,45 @@ class Shared(WorkTileBroadcast, Held):
     def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> "Shared":
         """Shared memory of a CTA, on the device, with more fields of a subclass."""
         rings = memory.rings(storage)
-        infos = memory.tensors(storage, "entries", "turns")
         return cls(
             **memory.tensors(storage, "sK", "sV", "sQ", "sdO", "sdS", "lse", "delta", "dQ", "tile_fields"),
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
-            **{name: None if x is None else StepInfo(getattr(rings, name), x) for name, x in infos.items()},
+            **StepInfo.of(rings, memory.tensors(storage, "entries", "turns")),
             **more,
         )
 
     def pieces(self, step: Int32) -> Ring:
         """Ring of dQ's pieces for the adding warp that has the step. Each adding warp has every other step."""
         return Ring(self.rings.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
+
+
+@dataclass(frozen=True)
+class PairShared(Shared, InPair):
+    """Shared memory of a CTA of a pair, and what it sends to the other one."""
+
+    sK_columns: cute.Tensor
+    sQ_columns: cute.Tensor
+    sdO_columns: cute.Tensor
+    rank: Int32
+    sdV: cute.Tensor | None = None  # where dV leaves through, in two passes
+
+    def _signal(self, tile_idx: Int32) -> None:
+        """Signals, by one thread of the leader, that the fields are written, and sends them to the second CTA."""
+        self.tiles.publish(tile_idx, self.tile_fields, self.tile_fields)
+
+    @cute.jit
+    def send_dS(self, step: Int32, warp: Int32) -> None:
+        """By a warp, whose 32 keys' dS of the other CTA's queries are at the last place: sends them there.
+
+        The other CTA's same warp, or that beside it, sends as many bytes as this one.
+        """
+        numbers = PART_ROWS // 4 * cute.size(self.sdS, mode=[1])
+        source, target = (self.sdS.iterator + (4 * place + warp) * numbers for place in (OUT, self.rank))
+        full = self.rings.exchange.full(step)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * numbers)
+            copy_to_cta(1 - self.rank, target, source, 2 * numbers, full)

@@ -60,7 +60,7 @@ from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
-from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared
+from flash_attn_cute.kernels.sm100.backward.cta_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS

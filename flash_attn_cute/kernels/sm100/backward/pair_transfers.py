@@ -12,8 +12,8 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES
+from flash_attn_cute.kernels.sm100.backward.cta_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Operand, Transfers
-from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
 from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
 

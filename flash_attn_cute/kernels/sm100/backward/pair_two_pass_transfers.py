@@ -10,8 +10,8 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.cta_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Operand
-from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.backward.two_pass import plus
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
