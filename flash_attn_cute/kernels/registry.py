@@ -63,6 +63,16 @@ def _configure(place: str) -> Callable[..., Any]:
     return lambda *given, **options: _imported(place)(*given, **options)
 
 
+def _pass(stem: str, arguments: type, kernel: str) -> Pass:
+    """A pass with ``forward_config:forward_config``, ``forward_schedule:forward_schedule`` and a kernel in a folder.
+
+    ``stem`` is the folder and what these names begin with, "sm90.forward"; ``kernel`` is "module:name" in the folder.
+    """
+    folder, _, name = stem.rpartition(".")
+    configure, schedule = (f"{stem}_{what}:{name}_{what}" for what in ("config", "schedule"))
+    return Pass(_configure(configure), f"{folder}.{kernel}", arguments, schedule)
+
+
 class Architecture(NamedTuple):
     """GPUs that share their kernels."""
 
@@ -91,42 +101,19 @@ ARCHITECTURES = {
             dtypes=sm90.DTYPES,
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
-                "forward": Pass(
-                    _configure("sm90.forward_config:forward_config"),
-                    "sm90.forward_kernel:forward_kernel",
-                    ForwardArguments,
-                    "sm90.forward_schedule:forward_schedule",
+                "forward": _pass("sm90.forward", ForwardArguments, "forward_kernel:forward_kernel"),
+                "backward": _pass("sm90.backward.backward", BackwardArguments, "launch:BackwardPassSm90"),
+                "bias_gradient": _pass(
+                    "sm90.backward.bias_gradient", BiasGradientArguments, "bias_gradient:BiasGradientSm90"
                 ),
-                "backward": Pass(
-                    _configure("sm90.backward.backward_config:backward_config"),
-                    "sm90.backward.launch:BackwardPassSm90",
-                    BackwardArguments,
-                    "sm90.backward.backward_schedule:backward_schedule",
-                ),
-                "bias_gradient": Pass(
-                    _configure("sm90.backward.bias_gradient_config:bias_gradient_config"),
-                    "sm90.backward.bias_gradient:BiasGradientSm90",
-                    BiasGradientArguments,
-                    "sm90.backward.bias_gradient_schedule:bias_gradient_schedule",
-                ),
-                "selection": Pass(
-                    _configure("sm90.selection_config:selection_config"),
-                    "sm90.selection:SelectionSm90",
-                    SelectionArguments,
-                    "sm90.selection_schedule:selection_schedule",
-                ),
+                "selection": _pass("sm90.selection", SelectionArguments, "selection:SelectionSm90"),
                 "selection_backward": Pass(
                     _configure("sm90.selection_config:selection_backward_config"),
                     "sm90.backward.selection:SelectionBackwardSm90",
                     SelectionBackwardArguments,
                     "sm90.selection_schedule:selection_schedule",
                 ),
-                "column_sums": Pass(
-                    _configure("sm90.column_sums_config:column_sums_config"),
-                    "sm90.column_sums:ColumnSumsSm90",
-                    ColumnSumsArguments,
-                    "sm90.column_sums_schedule:column_sums_schedule",
-                ),
+                "column_sums": _pass("sm90.column_sums", ColumnSumsArguments, "column_sums:ColumnSumsSm90"),
             },
         ),
         Architecture(
@@ -135,23 +122,10 @@ ARCHITECTURES = {
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
-                "forward": Pass(
-                    _configure("sm100.forward_config:forward_config"),
-                    "sm100.forward_kernel:forward_kernel",
-                    ForwardArguments,
-                    "sm100.forward_schedule:forward_schedule",
-                ),
-                "backward": Pass(
-                    _configure("sm100.backward.backward_config:backward_config"),
-                    "sm100.backward.launch:BackwardPassSm100",
-                    BackwardArguments,
-                    "sm100.backward.backward_schedule:backward_schedule",
-                ),
-                "bias_gradient": Pass(
-                    _configure("sm100.backward.bias_gradient_config:bias_gradient_config"),
-                    "sm100.backward.bias_gradient:BiasGradientSm100",
-                    BiasGradientArguments,
-                    "sm100.backward.bias_gradient_schedule:bias_gradient_schedule",
+                "forward": _pass("sm100.forward", ForwardArguments, "forward_kernel:forward_kernel"),
+                "backward": _pass("sm100.backward.backward", BackwardArguments, "launch:BackwardPassSm100"),
+                "bias_gradient": _pass(
+                    "sm100.backward.bias_gradient", BiasGradientArguments, "bias_gradient:BiasGradientSm100"
                 ),
             },
             num_sms=148,  # a B200

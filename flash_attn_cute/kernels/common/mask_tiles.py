@@ -120,47 +120,30 @@ class MaskTiles(_Tiles):
         if first_query < q.length:
             gMask = ScoreTensors.of(self.config.features, a).of_sequence(a.mMask, q, batch)
             number = which * sharing.tiles + row
-            self._cut(a, gMask, mCodes, mBits, number, block, head, q.length, k.length, first_query)
-
-    @cute.jit
-    def _cut(
-        self,
-        a: Any,
-        gMask: cute.Tensor,
-        mCodes: cute.Tensor,
-        mBits: cute.Tensor,
-        number: Int32,
-        block: Int32,
-        head: Int32,
-        q_length: Int32,
-        k_length: Int32,
-        first_query: Int32,
-    ) -> None:
-        """Writes the code of a tile with real queries, and its bits if the tile is partial."""
-        t = self.tile
-        thread, _, _ = cute.arch.thread_idx()
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        smem = cutlass.memory.SmemAllocator()
-        sRows = smem.allocate_tensor(Int32, cute.make_layout((t.rows_of_queries, self.words_a_row)))
-        sFound = smem.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)))
-        first_key = block * t.keys
-        rows = _Rows(a.numbers, gMask, sRows, head, first_query, q_length, first_key, k_length)
-        some, every = Boolean(False), Boolean(True)
-        if self._has_vectors(rows, warp, lane):
-            some, every = self._read_vectors(rows, warp, lane)
-        else:
-            some, every = self._read_elements(rows, warp, lane)
-        if lane == 0:
-            sFound[warp, 0], sFound[warp, 1] = Int32(some), Int32(every)
-        cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(_WARPS):
-            some, every = some or sFound[i, 0] != 0, every and sFound[i, 1] != 0
-        tile = number * mCodes.shape[1] + block
-        if thread == 0:
-            code = Int32(FULL) if every else tile
-            mCodes[number, block] = code if some else Int32(EMPTY)
-        if some and not every:
-            self._write_bits(sRows, mBits, tile, thread)
+            t = self.tile
+            thread, _, _ = cute.arch.thread_idx()
+            warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+            smem = cutlass.memory.SmemAllocator()
+            sRows = smem.allocate_tensor(Int32, cute.make_layout((t.rows_of_queries, self.words_a_row)))
+            sFound = smem.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)))
+            first_key = block * t.keys
+            rows = _Rows(a.numbers, gMask, sRows, head, first_query, q.length, first_key, k.length)
+            some, every = Boolean(False), Boolean(True)
+            if self._has_vectors(rows, warp, lane):
+                some, every = self._read_vectors(rows, warp, lane)
+            else:
+                some, every = self._read_elements(rows, warp, lane)
+            if lane == 0:
+                sFound[warp, 0], sFound[warp, 1] = Int32(some), Int32(every)
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(_WARPS):
+                some, every = some or sFound[i, 0] != 0, every and sFound[i, 1] != 0
+            tile = number * mCodes.shape[1] + block
+            if thread == 0:
+                code = Int32(FULL) if every else tile
+                mCodes[number, block] = code if some else Int32(EMPTY)
+            if some and not every:
+                self._write_bits(sRows, mBits, tile, thread)
 
     @cute.jit
     def _has_vectors(self, rows: "_Rows", warp: Int32, lane: Int32) -> Boolean:

@@ -40,33 +40,20 @@ class SelectionQueryGradients:
     def kernel(
         self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor, mScale: cute.Tensor | None
     ) -> None:
-        """Sums up some queries."""
-        place = self.rows.place(a)
-        if place.unit_idx < a.numbers.num_units:
-            self._sum(a, mColumns, mdQ, mScale, place)
-
-    @cute.jit
-    def _sum(
-        self,
-        a: SelectionBackwardArguments,
-        mColumns: cute.Tensor,
-        mdQ: cute.Tensor,
-        mScale: cute.Tensor | None,
-        place: cutlass.Constexpr,
-    ) -> None:
-        """Sums up a query, in a lane a vector of it."""
-        c, n = self.config, a.numbers
-        dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)
-        scales = self.rows.of_row(a, mScale, place) if const_expr(mScale is not None) else None
-        dtype = Float16 if const_expr(c.has_scaled_dQ) else Float32
-        total.fill(0.0)
-        for first in cutlass.range(0, n.top, LANES, unroll=1):
-            picks = self.rows.picks(a, mColumns, place, first)
-            self.rows.add(total, dQ_of, dtype, place, first, picks, Float32(0.0), scales=scales)
-        if place.has_head:
-            head, entry = self.rows.head_and_entry(place)
-            gdQ = rows_first(a.mdQ, c.features.packed)[n.first_row + place.row, None, head, entry]
-            self.rows.store(total, n.softmax_scale, gdQ, place)
+        """Sums up some queries, in a lane a vector of one."""
+        c, n, place = self.config, a.numbers, self.rows.place(a)
+        if place.unit_idx < n.num_units:
+            dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)
+            scales = self.rows.of_row(a, mScale, place) if const_expr(mScale is not None) else None
+            dtype = Float16 if const_expr(c.has_scaled_dQ) else Float32
+            total.fill(0.0)
+            for first in cutlass.range(0, n.top, LANES, unroll=1):
+                picks = self.rows.picks(a, mColumns, place, first)
+                self.rows.add(total, dQ_of, dtype, place, first, picks, Float32(0.0), scales=scales)
+            if place.has_head:
+                head, entry = self.rows.head_and_entry(place)
+                gdQ = rows_first(a.mdQ, c.features.packed)[n.first_row + place.row, None, head, entry]
+                self.rows.store(total, n.softmax_scale, gdQ, place)
 
 
 class SelectionKeyGradients:

@@ -36,45 +36,32 @@ class SelectionMerge:
 
     @cute.kernel
     def kernel(self, a: SelectionArguments, mColumns: cute.Tensor, mOut: cute.Tensor, mLSE: cute.Tensor) -> None:
-        """Merges the picks of some queries."""
-        place = self.rows.place(a)
-        if place.unit_idx < a.numbers.num_units:
-            self._merge(a, mColumns, mOut, mLSE, place)
-
-    @cute.jit
-    def _merge(
-        self,
-        a: SelectionArguments,
-        mColumns: cute.Tensor,
-        mOut: cute.Tensor,
-        mLSE: cute.Tensor,
-        place: cutlass.Constexpr,
-    ) -> None:
-        """Merges the picks of a query, in a lane into a vector of out."""
-        c, n, packed = self.config, a.numbers, self.config.features.packed
-        lse_of, out_of = (self.rows.of_row(a, x, place) for x in (mLSE, mOut))
-        row_max, total = cute.make_rmem_tensor(self.rows.heads, Float32), cute.make_rmem_tensor(VECTOR, Float32)
-        row_max.fill(-Float32.inf)
-        total.fill(0.0)
-        row_sum, own_max = Float32(0.0), -Float32.inf
-        for first in cutlass.range(0, n.top, LANES, unroll=1):
-            picks = self.rows.picks(a, mColumns, place, first)
-            weights, own_max, scale = self._weights(lse_of, place, n, first, picks, row_max)
-            row_sum *= scale
-            for i in cutlass.range_constexpr(VECTOR):
-                total[i] *= scale
-            row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, row_sum, weights)
-        head, entry = self.rows.head_and_entry(place)
-        sink = a.mSink[head] if const_expr(a.mSink is not None) else None
-        factor, lse = finalize(row_sum, own_max, sink, False)
-        is_padding = mColumns[place.unit.set, place.row * n.top] > n.columns  # which has no sink either
-        lse = -Float32.inf if is_padding else lse
-        row = n.first_row + place.row
-        gLSE, gO = numbers_first(a.mLSE, packed)[None, head, entry], rows_first(a.mO, packed)[row, None, head, entry]
-        if place.has_head:
-            if place.lane == 0:
-                gLSE[row] = lse
-            self.rows.store(total, factor, gO, place)
+        """Merges the picks of some queries, in a lane into a vector of out."""
+        c, n, packed, place = self.config, a.numbers, self.config.features.packed, self.rows.place(a)
+        if place.unit_idx < n.num_units:
+            lse_of, out_of = (self.rows.of_row(a, x, place) for x in (mLSE, mOut))
+            row_max, total = cute.make_rmem_tensor(self.rows.heads, Float32), cute.make_rmem_tensor(VECTOR, Float32)
+            row_max.fill(-Float32.inf)
+            total.fill(0.0)
+            row_sum, own_max = Float32(0.0), -Float32.inf
+            for first in cutlass.range(0, n.top, LANES, unroll=1):
+                picks = self.rows.picks(a, mColumns, place, first)
+                weights, own_max, scale = self._weights(lse_of, place, n, first, picks, row_max)
+                row_sum *= scale
+                for i in cutlass.range_constexpr(VECTOR):
+                    total[i] *= scale
+                row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, row_sum, weights)
+            head, entry = self.rows.head_and_entry(place)
+            sink = a.mSink[head] if const_expr(a.mSink is not None) else None
+            factor, lse = finalize(row_sum, own_max, sink, False)
+            is_padding = mColumns[place.unit.set, place.row * n.top] > n.columns  # which has no sink either
+            lse = -Float32.inf if is_padding else lse
+            row, gLSE = n.first_row + place.row, numbers_first(a.mLSE, packed)[None, head, entry]
+            gO = rows_first(a.mO, packed)[row, None, head, entry]
+            if place.has_head:
+                if place.lane == 0:
+                    gLSE[row] = lse
+                self.rows.store(total, factor, gO, place)
 
     @cute.jit
     def _weights(

@@ -24,33 +24,6 @@ _WORDS_AHEAD = 64  # of a bias, in registers
 _COLUMNS_ADDED = 64  # of scores that it is added to at once
 
 
-def hide(
-    scores: list[Float32],
-    scale_log2: Float32,
-    row: Int32,
-    first_column: Int32,
-    num_columns: Int32,
-    window: Window,
-    edges: cutlass.Constexpr,
-    num_rows: Int32 | None = None,
-) -> list[Float32]:
-    """Scores of 32 columns, but those that an edge hides, by selection: NaN in hidden places reaches nothing.
-
-    They are yet to be multiplied by ``scale_log2``. ``row`` and ``first_column`` are positions in their sequences.
-    ``edges`` are those that can be within the block. ``num_rows`` is given if rows behind the last one are to be fully
-    masked; else their scores may be anything.
-    """
-    assert len(scores) == _COLUMNS
-    start, stop = visible_columns(row, first_column, num_columns, window, edges)
-    start = cutlass.max(start, 0) if edges.left else Int32(0)
-    stop = stop if edges.right else Int32(len(scores))
-    if num_rows is not None:
-        stop = cutlass.select_(row < num_rows, stop, Int32(0))
-    # A word of bits: comparisons one by one take longer, and the compiler keeps them all for when the same scores are
-    # read again.
-    return hide_by_bits(scores, scale_log2, bit_mask(start, cutlass.max(stop - start, 0)))
-
-
 def hide_by_bits(scores: list[Float32], scale_log2: Float32, visible: Int32) -> list[Float32]:
     """Scores of 32 columns, but those whose bits are 0, by selection."""
     nothing = hidden(scale_log2)
@@ -118,11 +91,23 @@ def hide_in_memory(
     edges: Edges,
     num_rows: Int32 | None = None,
 ) -> None:
-    """Hides scores that an edge does: those of a thread's row in some columns from ``place`` on, as ``hide``."""
+    """Hides scores that an edge does, by selection: those of a thread's row in some columns from ``place`` on.
+
+    NaN in hidden places reaches nothing. Scores are yet to be multiplied by ``scale_log2``. ``row`` and
+    ``first_column`` are positions in their sequences. ``edges`` are those that can be within the block. ``num_rows`` is
+    given if rows behind the last one are to be fully masked; else their scores may be anything.
+    """
     for first in range(0, columns, _COLUMNS):
         scores = tensor_memory.load(place + first, _COLUMNS)
-        some = hide(scores, scale_log2, row, first_column + first, num_columns, window, edges, num_rows)
-        tensor_memory.store(place + first, some)
+        start, stop = visible_columns(row, first_column + first, num_columns, window, edges)
+        start = cutlass.max(start, 0) if edges.left else Int32(0)
+        stop = stop if edges.right else Int32(_COLUMNS)
+        if num_rows is not None:
+            stop = cutlass.select_(row < num_rows, stop, Int32(0))
+        # A word of bits: comparisons one by one take longer, and the compiler keeps them all for when the same scores
+        # are read again.
+        visible = bit_mask(start, cutlass.max(stop - start, 0))
+        tensor_memory.store(place + first, hide_by_bits(scores, scale_log2, visible))
 
 
 def hide_by_bits_in_memory(place: Int32, scale_log2: Float32, words: list[Int32]) -> None:
