@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.problem.block_tables import BlockTables
-from tests.lib.checks import bitwise_equal, synchronisations
+from tests.lib.checks import captured, same_bits, synchronisations, with_gradients
 from tests.lib.oracle import Call
 
 TILE = 128
@@ -267,18 +267,39 @@ def tables_of(mask: BlockMask, **options: Any) -> BlockTables:
     return mask.tables(torch.device("cpu"), backward=True, **options)
 
 
-def with_block_mask(call: Call, draw: random.Random, kind: str | None = None, *, least: float = 0.0) -> Call:
-    """The call with a mask for each batch entry and head, one for all, or anything between.
+def masked(call: Call, mask: BlockMask, shown: Tensor) -> Call:
+    """The call under a mask, which shows these scores of all entries and heads, unless ``shown`` has them apart."""
+    return replace(call, block_mask=mask, shown=shown[(None,) * (4 - shown.ndim)].to(call.q.device))
 
-    It shows ``least`` of all scores, at least.
+
+def with_block_mask(
+    call: Call,
+    draw: random.Random,
+    kind: str | None = None,
+    *,
+    sets: tuple[int, int] | None = None,
+    least: float = 0.0,
+    any_order: bool = False,
+) -> Call:
+    """The call under a random mask.
+
+    Args:
+        call: without a block mask.
+        draw: the source of randomness.
+        kind: one of KINDS, or any, also combined.
+        sets: entries and heads that it has apart; by default one for each, one for all, or anything between.
+        least: the share of scores that it shows at least.
+        any_order: whether it is launched in any order (``with_any_order``).
     """
     (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
     batch = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
+    device = call.q.device.type
     while True:
-        sets = draw.choice([1, batch]), draw.choice([1, nheads, nheads_k])
-        made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
+        apart = sets or (draw.choice([1, batch]), draw.choice([1, nheads, nheads_k]))
+        made = random_mask(rows_q, rows_k, draw, apart) if kind is None else KINDS[kind](rows_q, rows_k, draw, apart)
         if made.shown.float().mean() >= least:
-            return replace(call, block_mask=made.mask, shown=made.shown)
+            mask = made.mask if device == "cpu" else on_device(made, device)
+            return masked(call, with_any_order(mask, draw, nheads_k, device) if any_order else mask, made.shown)
 
 
 def with_selection(call: Call, indices: Tensor, block: int) -> Call:
@@ -322,17 +343,15 @@ def assert_selections_are_captured(backend: str, block: int = 64) -> None:
         mask = BlockMask.from_selection(indices, block=block, seqlen_k=512)
         q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
         out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend=backend)
-        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+        return with_gradients(out, (q, k, v), dout)
 
     both()
     assert synchronisations(both) == 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
+    graph, found = captured(both)
     for _ in range(2):
         indices.random_(-1, 8)
         graph.replay()
-        assert all(bitwise_equal(a, b) for a, b in zip(captured, both(), strict=True))
+        assert same_bits(found, both())
 
 
 def equal_tables(*masks: BlockMask) -> bool:

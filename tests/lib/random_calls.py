@@ -31,7 +31,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ from tests.lib.checks import (
     padded_results,
     random_lengths,
 )
-from tests.lib.masks import on_device, random_mask, with_any_order
+from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 
 Options = dict[str, Any]
@@ -132,12 +131,8 @@ def drawn(kind: str, draw: random.Random, device: str, longest: int) -> Call:
         return [min(x, longest) for x in lengths_q], [min(x, longest) for x in lengths_k]
 
     call = drawn_call(draw, lengths, device=device, **options)
-    (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
-    if has_block_mask and rows_q and rows_k:
-        sets = 1 if call.cu_seqlens_q is not None else len(call.q), draw.choice([1, nheads, nheads_k])
-        made = random_mask(rows_q, rows_k, draw, sets)
-        mask = with_any_order(on_device(made, device), draw, nheads_k, device)
-        call = replace(call, block_mask=mask, shown=made.shown.to(device))
+    if has_block_mask and call.q.shape[-3] and call.k.shape[-3]:
+        call = with_block_mask(call, draw, any_order=True)
     return call
 
 

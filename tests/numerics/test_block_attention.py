@@ -1,7 +1,6 @@
 """Calls with a block mask: against the oracle, beside everything they compose with, compiled and transformed."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise, products
-from tests.lib.checks import assert_matches_oracle, bitwise_equal, each_of, random_call, run
-from tests.lib.masks import KINDS, Made, listed, positions, random_mask, spread
+from tests.lib.checks import Case, assert_matches_oracle, bitwise_equal, compiled, each_of, random_call, run, same_bits
+from tests.lib.masks import KINDS, listed, masked, positions, spread, with_block_mask
 from tests.lib.oracle import Call
 
-DENSE: dict[str, dict[str, Any]] = {
+DENSE: dict[str, Case] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window_size": (70, 30)},
@@ -46,10 +45,6 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 
 
-def masked(call: Call, made: Made) -> Call:
-    return replace(call, block_mask=made.mask, shown=made.shown.to(call.q.device))
-
-
 def dense_call(length_q: int, length_k: int, batch: int, **options: Any) -> Call:
     used_q, used_k = ([length] * batch for length in (length_q, length_k))
     if options.get("seqused"):
@@ -57,15 +52,9 @@ def dense_call(length_q: int, length_k: int, batch: int, **options: Any) -> Call
     return random_call(used_q, used_k, packed=False, **options)
 
 
-def random_dense(rng: random.Random, options: dict[str, Any], dtype: torch.dtype, kinds: Sequence[str] = ()) -> Call:
-    """Heads of the mask: one, one a key head, or one a query head."""
-    batch = 2
-    call = dense_call(rng.choice([1, 64, 130, 257]), rng.choice([1, 128, 200, 300]), batch, dtype=dtype, **options)
-    heads = rng.choice([1, call.q.shape[2], call.k.shape[2]])
-    sizes = call.q.shape[1], call.k.shape[1]
-    if kinds:
-        return masked(call, KINDS[rng.choice(kinds)](*sizes, rng, (rng.choice([1, batch]), heads)))
-    return masked(call, random_mask(*sizes, rng, (rng.choice([1, batch]), heads)))
+def random_dense(rng: random.Random, options: Case, dtype: torch.dtype, kind: str | None = None) -> Call:
+    call = dense_call(rng.choice([1, 64, 130, 257]), rng.choice([1, 128, 200, 300]), 2, dtype=dtype, **options)
+    return with_block_mask(call, rng, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,19 +63,19 @@ def test_every_kind_of_mask(kind: str, device: str) -> None:
         pytest.skip("masks of the tests are made on the CPU")
     rng = random.Random(kind)
     for _ in range(3):
-        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32, [kind]))
+        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32, kind))
 
 
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
 @each_of("options", DENSE)
-def test_beside_everything(options: dict[str, Any], through_lse: bool) -> None:
+def test_beside_everything(options: Case, through_lse: bool) -> None:
     rng = random.Random(str(options))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for _ in range(2):
             assert_matches_oracle(random_dense(rng, options, dtype), through_lse=through_lse)
 
 
-PACKED: dict[str, dict[str, Any]] = {
+PACKED: dict[str, Case] = {
     "plain": {},
     "causal": {"causal": True},
     "seqused": {"seqused": True, "window_size": (60, 20)},
@@ -104,29 +93,27 @@ PACKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("seed", range(4))
 @each_of("options", PACKED)
-def test_packed(options: dict[str, Any], seed: int) -> None:
+def test_packed(options: Case, seed: int) -> None:
     """A mask over all rows; sequences begin anywhere in its blocks."""
     rng = random.Random(f"{seed} {options}")
     lengths_q, lengths_k = ([rng.choice([0, 1, 60, 130, 130, 200]) for _ in range(4)] for _ in range(2))
-    call = random_call(lengths_q, lengths_k, **options)
-    heads = rng.choice([1, call.q.shape[1], call.k.shape[1]])
-    assert_matches_oracle(masked(call, random_mask(call.q.shape[0], call.k.shape[0], rng, (1, heads))))
+    assert_matches_oracle(with_block_mask(random_call(lengths_q, lengths_k, **options), rng))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
-def test_blocks_apart_from_each_other(options: dict[str, Any]) -> None:
+def test_blocks_apart_from_each_other(options: Case) -> None:
     """Keys that are gathered, beside a window that cuts them, and a bias that all queries add to the gradient of."""
     visible = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0], [1, 0, 1, 1, 0], [1, 1, 0, 1, 1]])
-    made = Made(BlockMask.from_blocks(visible.bool()), spread(visible.bool(), 128, 128, 640, 640)[None, None])
+    made = BlockMask.from_blocks(visible.bool()), spread(visible.bool(), 128, 128, 640, 640)
     for bias in ((0, 1), (1, 1)):
-        assert_matches_oracle(masked(dense_call(640, 640, 1, bias=bias, **options), made))
+        assert_matches_oracle(masked(dense_call(640, 640, 1, bias=bias, **options), *made))
 
 
 def test_packed_sequences_of_equal_lengths() -> None:
     """Which are served together without a mask: each has rows of its own."""
     call = random_call([130] * 3, [90] * 3)
     shown = torch.rand(1, 2, 390, 270) < 0.5
-    assert_matches_oracle(masked(call, Made(BlockMask.from_dense(shown), shown)))
+    assert_matches_oracle(masked(call, BlockMask.from_dense(shown), shown))
 
 
 def test_packed_documents_are_sequences() -> None:
@@ -150,7 +137,7 @@ def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
     shown[:130] = False
     shown[200] = False
     shown[:, 256:390] = False
-    call = masked(random_call([length], packed=False, sink=sink), Made(BlockMask.from_dense(shown), shown[None, None]))
+    call = masked(random_call([length], packed=False, sink=sink), BlockMask.from_dense(shown), shown)
     assert_matches_oracle(call, through_lse=not sink)
     out, lse = run(call, return_lse=True)
     fully_masked = ~shown.any(1)
@@ -158,11 +145,11 @@ def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
     if not sink:
         assert lse[0, :, fully_masked].isneginf().all()
     dout = torch.randn_like(out)
-    expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.index_fill(1, fully_masked.nonzero()[:, 0], 0.0))
+    expected = torch.autograd.grad(out, call.qkv, dout.index_fill(1, fully_masked.nonzero()[:, 0], 0.0))
     dout[:, fully_masked] = torch.nan
     again = run(call)
-    got = torch.autograd.grad(again, (call.q, call.k, call.v), dout)
-    assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
+    got = torch.autograd.grad(again, call.qkv, dout)
+    assert same_bits(got, expected)
     assert (got[0][:, fully_masked] == 0).all()
     assert (got[1][:, 256:390] == 0).all()
     assert (got[2][:, 256:390] == 0).all()
@@ -202,8 +189,7 @@ def test_heads_of_a_group_that_see_more_than_others(first: int) -> None:
     visible = torch.ones(1, 2, 2, 2, dtype=torch.bool)
     visible[0, first, :, 1] = False
     call = dense_call(256, 256, 1, nheads=2, nheads_k=1)
-    shown = visible.repeat_interleave(128, 2).repeat_interleave(128, 3)
-    assert_matches_oracle(masked(call, Made(BlockMask.from_blocks(visible), shown)))
+    assert_matches_oracle(masked(call, BlockMask.from_blocks(visible), spread(visible, 128, 128, 256, 256)))
 
 
 def test_deterministic_and_orders() -> None:
@@ -235,12 +221,6 @@ def test_flex_attention_gives_the_same() -> None:
 
 def documents(length: int, at: int) -> BlockMask:
     return BlockMask.documents((torch.arange(length) >= at).long()) & BlockMask.causal(length, length)
-
-
-def compiled(function: Any, **options: Any) -> tuple[Any, Any]:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
@@ -479,10 +459,7 @@ def test_whole_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_positions_start_at_zero() -> None:
     """Unlike windows of calls, which end where the real rows end."""
-    i, j = positions(200, 300)
     call = random_call([120, 200], [300, 90], packed=False, seqused=True)
     sizes = call.q.shape[1], call.k.shape[1]
     i, j = positions(*sizes)
-    shown = (j <= i)[None, None]
-    mask = BlockMask.from_function(lambda b, h, q, k: k <= q, *sizes)
-    assert_matches_oracle(masked(call, Made(mask, shown)))
+    assert_matches_oracle(masked(call, BlockMask.from_function(lambda b, h, q, k: k <= q, *sizes), j <= i))

@@ -10,22 +10,25 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from tests.lib.checks import (
+    Case,
     assert_matches_oracle,
     both_passes,
+    call_on,
+    captured,
     differing,
     draws,
     each_of,
     needs_kernels,
     packed_or_dense,
-    random_call,
     run,
     synchronisations,
+    with_gradients,
 )
-from tests.lib.masks import KINDS, listed, on_device, random_mask, spread, with_any_order
+from tests.lib.masks import KINDS, listed, masked, spread, with_block_mask
 from tests.lib.oracle import Call
 
 # A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
-CALLS: dict[str, dict[str, Any]] = {
+CALLS: dict[str, Case] = {
     "d64": {"head_dim": 64},
     "d96 gqa": {"head_dim": 96, "nheads": 4, "nheads_k": 2},
     "d128": {"head_dim": 128},
@@ -47,21 +50,20 @@ CALLS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
 
 
-def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) -> Call:
+def of_lengths(rng: random.Random, options: Case, most: int = 3, *longer: int) -> Call:
+    """A dense call of up to so many entries."""
+    batch, seqlen_q, seqlen_k = rng.randint(1, most), rng.choice(LENGTHS), rng.choice((*LENGTHS, *longer))
+    return call_on("sm90", [seqlen_q] * batch, [seqlen_k] * batch, **{"packed": False, "nheads": 2} | options)
+
+
+def drawn(rng: random.Random, options: Case, kind: str | None = None) -> Call:
     """A dense call with a mask for each head, one for all, or anything between."""
-    batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice(LENGTHS), rng.choice(LENGTHS)
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "device": "cuda"} | options
-    call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, **given)
-    nheads, nheads_k = call.q.shape[2], call.k.shape[2]
-    sets = rng.choice([1, batch]), rng.choice([1, nheads, nheads_k])
-    made = random_mask(seqlen_q, seqlen_k, rng, sets) if kind is None else KINDS[kind](seqlen_q, seqlen_k, rng, sets)
-    mask = with_any_order(on_device(made), rng, nheads_k)
-    return replace(call, block_mask=mask, shown=made.shown.cuda())
+    return with_block_mask(of_lengths(rng, options), rng, kind, any_order=True)
 
 
 @needs_kernels
 @each_of("options", CALLS)
-def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
+def test_random_masks(options: Case, fuzz_seconds: float) -> None:
     deterministic = options.get("deterministic", False)
     tensors = {name: value for name, value in options.items() if name != "deterministic"}
     for count, rng in draws(str(options), 4 * fuzz_seconds):
@@ -70,7 +72,7 @@ def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
 
 
-PACKED: dict[str, dict[str, Any]] = {
+PACKED: dict[str, Case] = {
     "d64": {"head_dim": 64, "causal": True},
     "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
     "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
@@ -84,21 +86,17 @@ PACKED: dict[str, dict[str, Any]] = {
 @needs_kernels
 @packed_or_dense
 @each_of("options", PACKED)
-def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuzz_seconds: float) -> None:
+def test_beside_sequences_and_lengths(options: Case, packed: bool, fuzz_seconds: float) -> None:
     """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
     if not packed:
         options = options | {"seqused": True}
     for count, rng in draws(f"{options} {packed}", 3 * fuzz_seconds):
         torch.manual_seed(count)
         lengths_q, lengths_k = ([rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in range(2))
-        given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"} | options
-        call = random_call(lengths_q, lengths_k, packed=packed, **given)
-        (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
-        if not rows_q or not rows_k:
+        call = call_on("sm90", lengths_q, lengths_k, **{"packed": packed, "nheads": 2} | options)
+        if not call.q.shape[-3] or not call.k.shape[-3]:
             continue
-        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, nheads, nheads_k])
-        made = random_mask(rows_q, rows_k, rng, sets)
-        call = replace(call, block_mask=with_any_order(on_device(made), rng, nheads_k), shown=made.shown.cuda())
+        call = with_block_mask(call, rng, any_order=True)
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
 
 
@@ -110,7 +108,7 @@ def test_every_kind_of_mask(kind: str) -> None:
         assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
 
 
-HALF_BLOCKS: dict[str, dict[str, Any]] = {
+HALF_BLOCKS: dict[str, Case] = {
     "d128": {"head_dim": 128},
     "d64 gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2},
     "d96 softcap": {"head_dim": 80, "softcap": 3.0},
@@ -146,16 +144,13 @@ def half_blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[in
 
 @needs_kernels
 @each_of("options", HALF_BLOCKS)
-def test_blocks_of_64(options: dict[str, Any], fuzz_seconds: float) -> None:
+def test_blocks_of_64(options: Case, fuzz_seconds: float) -> None:
     """Warpgroups and CTAs go over half blocks of their own, also where some kernel takes whole blocks instead."""
     for count, rng in draws(f"half blocks {options}", 4 * fuzz_seconds):
         torch.manual_seed(count)
-        batch, seqlen_q, seqlen_k = rng.randint(1, 2), rng.choice(LENGTHS), rng.choice((*LENGTHS, 1100))
-        given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "device": "cuda"} | options
-        call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, **given)
-        sets = rng.choice([1, batch]), rng.choice([1, call.q.shape[2], call.k.shape[2]])
-        mask, shown = half_blocks(seqlen_q, seqlen_k, rng, sets)
-        call = replace(call, block_mask=mask, shown=shown)
+        call = of_lengths(rng, options, 2, 1100)
+        sets = rng.choice([1, len(call.q)]), rng.choice([1, call.q.shape[2], call.k.shape[2]])
+        call = masked(call, *half_blocks(call.q.shape[1], call.k.shape[1], rng, sets))
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
 
 
@@ -166,8 +161,7 @@ def test_half_blocks_give_the_same_bits(size: int, repetitions: int) -> None:
     shape = 1, 4, 2048 // size, 2560 // size
     visible = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.25
     mask = BlockMask.from_blocks(visible.cuda(), size)
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 4, "head_dim": 128, "device": "cuda"}
-    call = replace(random_call([2048] * 2, [2560] * 2, packed=False, **given), block_mask=mask)
+    call = replace(call_on("sm90", [2048] * 2, [2560] * 2, packed=False, head_dim=128), block_mask=mask)
 
     def forward() -> dict[str, Tensor]:
         return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
@@ -176,8 +170,7 @@ def test_half_blocks_give_the_same_bits(size: int, repetitions: int) -> None:
     out, dout = run(call, deterministic=True, backend="sm90"), torch.randn_like(call.q)
 
     def backward() -> dict[str, Tensor]:
-        inputs = call.q, call.k, call.v
-        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout, retain_graph=True), strict=True))
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, call.qkv, dout, retain_graph=True), strict=True))
 
     assert not differing(backward(), backward, repetitions)
 
@@ -188,8 +181,7 @@ def test_64_keys_without_queries() -> None:
     visible = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.5
     visible[..., 4], visible[..., 7], visible[:, :, 3] = False, False, False
     mask = BlockMask.from_blocks(visible.cuda(), 64, seqlen_q=560, seqlen_k=530)
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "head_dim": 128, "device": "cuda"}
-    call = replace(random_call([560], [530], packed=False, **given), block_mask=mask)
+    call = replace(call_on("sm90", [560], [530], packed=False, nheads=2, head_dim=128), block_mask=mask)
     for x in (call.k, call.v):
         x.data[:, 256:320] = torch.nan
         x.data[:, 448:512] = torch.inf
@@ -197,7 +189,7 @@ def test_64_keys_without_queries() -> None:
         out = run(call, deterministic=deterministic, backend="sm90")
         dout = torch.randn_like(out)
         dout[:, 192:256] = torch.nan
-        dq, dk, dv = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+        dq, dk, dv = torch.autograd.grad(out, call.qkv, dout)
         assert all(x.isfinite().all() for x in (dq, dk, dv))
         assert (dq[:, 192:256] == 0).all()
         assert all((x[:, keys] == 0).all() for x in (dk, dv) for keys in (slice(256, 320), slice(448, 512)))
@@ -208,13 +200,12 @@ def test_blocks_of_64_with_outliers() -> None:
     """Heads with outliers are summed in float32, in turns, which halves of a block of keys take one after the other."""
     visible = torch.rand(1, 4, 20, 20, generator=torch.Generator().manual_seed(2)) < 0.3
     mask = BlockMask.from_blocks(visible.cuda(), 64)
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 4, "head_dim": 128, "device": "cuda"}
-    call = random_call([1280], [1280], packed=False, **given)
-    shown = spread(visible, 64, 64, 1280, 1280).cuda()
+    call = call_on("sm90", [1280], packed=False, head_dim=128)
     call.k.data[:, ::97, :2, 5] *= 1e4  # of two heads
     call.v.data[:, ::89, :2, 3] *= 1e4
     call.q.data[..., 5] = 0
-    assert_matches_oracle(replace(call, block_mask=mask, shown=shown), deterministic=True, backend="sm90")
+    call = masked(call, mask, spread(visible, 64, 64, 1280, 1280))
+    assert_matches_oracle(call, deterministic=True, backend="sm90")
 
 
 def test_which_kernel_blocks_of_64_get() -> None:
@@ -254,15 +245,15 @@ def test_who_sees_nothing(head_dim: int) -> None:
     """Blocks of queries and of keys, and rows alone; what stands in their q, k, v and dout reaches nothing."""
     shown = torch.rand(520, 460) < 0.5
     shown[128:256], shown[300], shown[:, 256:384] = False, False, False
-    call = random_call([520] * 2, [460] * 2, packed=False, dtype=torch.bfloat16, head_dim=head_dim, device="cuda")
-    call = replace(call, block_mask=BlockMask.from_dense(shown.cuda()), shown=shown[None, None].cuda())
+    call = call_on("sm90", [520] * 2, [460] * 2, packed=False, nheads=2, head_dim=head_dim)
+    call = masked(call, BlockMask.from_dense(shown.cuda()), shown)
     assert_matches_oracle(call, backend="sm90")
     out, lse = run(call, return_lse=True, backend="sm90")
     assert (out[:, 128:256] == 0).all()
     assert lse[..., 128:256].isneginf().all()
     dout = torch.randn_like(out)
     dout[:, 128:256] = torch.nan
-    dq, dk, dv = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+    dq, dk, dv = torch.autograd.grad(out, call.qkv, dout)
     assert (dq[:, 128:256] == 0).all()
     assert (dk[:, 256:384] == 0).all()
     assert (dv[:, 256:384] == 0).all()
@@ -271,12 +262,10 @@ def test_who_sees_nothing(head_dim: int) -> None:
 
 @needs_kernels
 def test_masks_of_nothing_and_of_everything() -> None:
-    call = random_call([300], [300], packed=False, dtype=torch.bfloat16, head_dim=128, device="cuda")
+    call = call_on("sm90", [300], packed=False, nheads=2, head_dim=128)
     for all_of in (False, True):
-        blocks = torch.full((3, 3), all_of, device="cuda")
-        mask = BlockMask.from_blocks(blocks, seqlen_q=300, seqlen_k=300)
-        shown = torch.full((1, 1, 300, 300), all_of, device="cuda")
-        assert_matches_oracle(replace(call, block_mask=mask, shown=shown), backend="sm90")
+        mask = BlockMask.from_blocks(torch.full((3, 3), all_of, device="cuda"), seqlen_q=300, seqlen_k=300)
+        assert_matches_oracle(masked(call, mask, torch.full((300, 300), all_of)), backend="sm90")
 
 
 def irregular(heads: int, blocks: int) -> BlockMask:
@@ -295,10 +284,7 @@ def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -
         mask = mask.with_order(torch.stack([torch.randperm(blocks) for _ in range(heads)])[None].cuda())
     else:
         mask = mask.with_order(order)
-    call = random_call(
-        [blocks * 128] * 2, packed=False, dtype=torch.bfloat16, nheads=heads, head_dim=head_dim, device="cuda"
-    )
-    call = replace(call, block_mask=mask)
+    call = replace(call_on("sm90", [blocks * 128] * 2, packed=False, head_dim=head_dim), block_mask=mask)
     both = both_passes(call, torch.randn_like(call.q), deterministic=True, backend="sm90")
     expected = both()
     assert not differing(expected, both, repetitions)
@@ -326,7 +312,7 @@ def test_one_mask_by_two_constructors() -> None:
     dout, results = torch.randn_like(q), []
     for mask in masks:
         out = flash_attn_func(q, k, v, block_mask=mask, deterministic=True, backend="sm90")
-        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+        results.append(with_gradients(out, (q, k, v), dout))
     for other in results[1:]:
         for name, a, b in zip(("out", "dq", "dk", "dv"), results[0], other, strict=True):
             if name == "dq":
@@ -362,15 +348,13 @@ def test_the_host_never_waits(from_indices: bool) -> None:
         mask = BlockMask.from_indices(chosen, seqlen_k=512) if from_indices else kept
         q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
         out = flash_attn_func(q, k, v, block_mask=mask, backend="sm90")
-        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+        return with_gradients(out, (q, k, v), dout)
 
     expected = both()
     assert synchronisations(both) == 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
+    graph, found = captured(both)
     graph.replay()
-    for a, b in zip(captured, expected, strict=True):
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
 
@@ -391,7 +375,7 @@ def test_calls_that_kernels_do_not_serve() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"seqused_k": torch.tensor([200], dtype=torch.int32)}, {"causal": True}])
 @packed_or_dense
-def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, Any]) -> None:
+def test_sequences_beside_a_mask_are_intervals(packed: bool, options: Case) -> None:
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     offsets: dict[str, Any] = {}
     if packed:

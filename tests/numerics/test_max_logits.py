@@ -24,7 +24,7 @@ from tests.lib.checks import (
     on_each_backend,
     run,
 )
-from tests.lib.masks import on_device, random_mask
+from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 
 LENGTHS = ([200, 1, 0, 130], [300, 5, 7, 0])
@@ -77,10 +77,7 @@ def test_beside_other_features(backend: str, case: Case) -> None:
 def test_block_masks(backend: str, case: Case) -> None:
     lengths = ([300, 200], [300, 200]) if case["packed"] or case.get("seqused") else ([300], [300])
     call = call_on(backend, *lengths, **case)
-    rows_q, rows_k = call.q.shape[-3], call.k.shape[-3]
-    made = random_mask(rows_q, rows_k, random.Random(3), (1, 4))
-    device = DEVICES[backend]
-    call = dataclasses.replace(call, block_mask=on_device(made, device), shown=made.shown.to(device))
+    call = with_block_mask(call, random.Random(3), sets=(1, 4))
     assert_matches_oracle(call, backend=backend, return_max_logits=True)
 
 

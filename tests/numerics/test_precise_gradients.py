@@ -1,6 +1,5 @@
 """``precise_gradients=True``: gradients that do not suffer from the rounding of out, beside every other feature."""
 
-import dataclasses
 import random
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.lib.checks import (
     run,
 )
 from tests.lib.interpreted.common import as_given
-from tests.lib.masks import on_device, random_mask
+from tests.lib.masks import with_block_mask
 from tests.lib.residuals import assert_restored
 
 LENGTHS = ([200, 1, 0, 130], [300, 5, 7, 0])
@@ -68,9 +67,7 @@ def test_beside_other_features(backend: str, case: Case) -> None:
 def test_block_masks(backend: str, packed: bool) -> None:
     """Packed ones have intervals."""
     call = call_on(backend, *[[300, 200] if packed else [300]] * 2, packed=packed, causal=packed)
-    made = random_mask(call.q.shape[-3], call.k.shape[-3], random.Random(3), (1, 4))
-    device = DEVICES[backend]
-    call = dataclasses.replace(call, block_mask=on_device(made, device), shown=made.shown.to(device))
+    call = with_block_mask(call, random.Random(3), sets=(1, 4))
     assert_matches_oracle(call, backend=backend, precise_gradients=True)
 
 
