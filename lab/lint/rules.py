@@ -1,7 +1,7 @@
 """The rules of the lint, but for those about global memory: each is a function that yields findings."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lab.lint.global_memory import WIDE_SCOPES, offsets_that_may_wrap, polls
@@ -198,13 +198,9 @@ _OF_PATHS |= {"tcgen05", "wgmma"}
 
 def _paths(kernel: _Kernel) -> Iterator[Finding]:
     """The rules about what must lie between two instructions."""
-    seen = set()
     findings: list[Finding] = []
-    for thread in kernel.threads:
-        key = frozenset(thread.executed)
-        if key not in seen:
-            seen.add(key)
-            _Scan(kernel, thread, findings).run()
+    for thread in {frozenset(thread.executed): thread for thread in reversed(kernel.threads)}.values():
+        _Scan(kernel, thread, findings).run()
     yield from findings
 
 
@@ -248,6 +244,11 @@ class _Scan:
         line = self.kernel.instructions[origin].line
         here = self.kernel.instructions[number]
         self.findings.append(Finding(rule, here.line, f"{here.opcode} {text} line {line}"))
+
+    def once(self, rule: str, number: int, state: _State, fact: str, text: str) -> None:
+        """Reports a fact that is to be over by now, and forgets it: once is enough."""
+        if fact in state:
+            self.report(rule, number, state.pop(fact), text)
 
     def step(self, number: int, state: _State) -> None:
         """Applies an executed instruction to a state, and reports the rules that it breaks there."""
@@ -330,14 +331,10 @@ class _Scan:
                 state.setdefault("accessed", number)
             if x.is_a("st.shared", "stmatrix"):
                 state.setdefault("stored", number)
-        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and "stored" in state and self.reads_shared(number):
-            self.report("warp", number, state.pop("stored"), "without bar.warp.sync behind the store of")
-        elif x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts and "accessed" in state:
-            self.report("warp", number, state.pop("accessed"), "without bar.warp.sync behind the access of")
-
-    def reads_shared(self, number: int) -> bool:
-        """Whether TMA or tensor cores read shared memory with an instruction."""
-        return any(True for _ in self.kernel.regions_read(self.thread, number))
+        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and [*self.kernel.regions_read(self.thread, number)]:
+            self.once("warp", number, state, "stored", "without bar.warp.sync behind the store of")
+        elif x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts:
+            self.once("warp", number, state, "accessed", "without bar.warp.sync behind the access of")
 
     def turn(self, number: int, x: Instruction, state: _State) -> None:
         """Checks the fences between the wait for a turn, additions to global memory by TMA, and the signal."""
@@ -346,25 +343,20 @@ class _Scan:
         elif x.is_a("fence.proxy.async") and not any(word.startswith("shared") for word in x.parts):
             state.pop("acquired", None)
         elif x.is_a("cp.async.bulk.global", "cp.reduce.async.bulk.global"):
-            if "acquired" in state:
-                self.report(
-                    "turn", number, state.pop("acquired"), "without fence.proxy.async.global behind the load of"
-                )
+            self.once("turn", number, state, "acquired", "without fence.proxy.async.global behind the load of")
             state.setdefault("added", number)
         elif x.opcode == "cp.async.bulk.wait_group" and x.operands[0].number == 0:
             state.pop("added", None)
-        elif x.is_a("red.release") and "added" in state:
-            self.report("turn", number, state.pop("added"), "without cp.async.bulk.wait_group 0 behind the addition of")
+        elif x.is_a("red.release"):
+            self.once("turn", number, state, "added", "without cp.async.bulk.wait_group 0 behind the addition of")
 
     def unfenced(self, number: int, state: _State, region: int) -> None:
-        origin = state.pop(f"proxy {region}")  # once is enough
-        self.report("proxy", number, origin, "without fence.proxy.async behind the store of")
+        self.once("proxy", number, state, f"proxy {region}", "without fence.proxy.async behind the store of")
 
     def check_telling(self, number: int, x: Instruction, state: _State) -> None:
         """Rules of instructions behind which other threads go on."""
-        if "initialised" in state and not x.is_a("bar.warp"):
-            self.report("init-fence", number, state["initialised"], "without fence.mbarrier_init behind")
-            del state["initialised"]  # once is enough
+        if not x.is_a("bar.warp"):
+            self.once("init-fence", number, state, "initialised", "without fence.mbarrier_init behind")
         for region in [int(fact.split()[1]) for fact in state if fact.startswith("proxy ")]:
             if self.kernel.hands_over(self.thread, number, region):
                 self.unfenced(number, state, region)
@@ -374,9 +366,7 @@ class _Scan:
             self.report("load-wait", number, state["load"], "without tcgen05.wait::ld behind the load of")
         if "store" in state:
             self.report("store-wait", number, state["store"], "without tcgen05.wait::st behind the store of")
-        if "unfenced" in state:
-            self.report("fence-before", number, state["unfenced"], "without tcgen05.fence::before_thread_sync behind")
-            del state["unfenced"]  # once is enough
+        self.once("fence-before", number, state, "unfenced", "without tcgen05.fence::before_thread_sync behind")
 
     def registers_loaded(self, number: int, x: Instruction, state: _State) -> None:
         """Follows the registers that loads of tensor memory write, until the warp has waited for these."""
@@ -398,11 +388,10 @@ class _Scan:
     def tensor_memory(self, number: int, x: Instruction, state: _State) -> None:
         """Checks waits and fences around accesses to tensor memory."""
         self.registers_loaded(number, x, state)
-        if x.is_a("tcgen05.ld", "tcgen05.st", "tcgen05.mma") and "waited" in state:
-            self.report(
-                "fence-after", number, state["waited"], "without tcgen05.fence::after_thread_sync behind the wait of"
+        if x.is_a("tcgen05.ld", "tcgen05.st", "tcgen05.mma"):
+            self.once(
+                "fence-after", number, state, "waited", "without tcgen05.fence::after_thread_sync behind the wait of"
             )
-            del state["waited"]
         if x.is_a("tcgen05.ld"):
             state.setdefault("load", number)
             state.setdefault("unfenced", number)
@@ -526,7 +515,7 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
     head = kernel.program.function.directives
     if not head.keys() & {".minnctapersm", ".maxnreg"}:
         yield Finding("registers", at, "setmaxnreg without .minnctapersm or .maxnreg is left out by the assembler")
-    num_warps = (kernel.program.num_threads + WARP - 1) // WARP
+    num_warps = (kernel.program.function.num_threads + WARP - 1) // WARP
     total = pool = 0
     for group in range(0, num_warps, 4):
         warps = range(group, min(group + 4, num_warps))
@@ -576,8 +565,9 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
         totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[cta, ring], warps_of_ring, beside)}
         if expected is None or expected in totals or any(len(each) > 1 for each in warps_of_ring.values()):
             continue
-        arrivals = ", ".join(f"{max(each)} of {_name(kernels, *who)}" for who, each in sorted(warps_of_ring.items()))
-        of_cta = f" of CTA {cta}" if len(kernels) > 1 else ""
+        of_cta, of_rank = (f" of CTA {cta}", " of CTA {}") if len(kernels) > 1 else ("", "")
+        by_warp = sorted(warps_of_ring.items())
+        arrivals = ", ".join(f"{max(each)} of warp {warp}{of_rank.format(rank)}" for (rank, warp), each in by_warp)
         text = f"the mbarrier at {ring}{of_cta} has a count of {expected}, and arrivals: {arrivals}"
         yield Finding("arrivals", lines[cta, ring], text)
     for rank, each in enumerate(kernels):
@@ -586,10 +576,6 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
             first_phase_passes = "parity" in x.parts and thread.value(x, x.operands[2]) == Value(1)
             if ring in kernel.counts and ring is not None and (rank, ring) not in in_ring and not first_phase_passes:
                 yield Finding("arrivals", x.line, f"waits for the mbarrier at {ring}, at which nothing arrives")
-
-
-def _name(kernels: Sequence[_Kernel], rank: int, warp: int) -> str:
-    return f"warp {warp}" if len(kernels) == 1 else f"warp {warp} of CTA {rank}"
 
 
 def _merged(arrivals: Iterable[dict[tuple[int, int], set[int]]]) -> dict[tuple[int, int], set[int]]:
@@ -644,9 +630,8 @@ def _expected_bytes(kernel: _Kernel) -> Iterator[Finding]:
     if None not in expecting:
         for ring in signalled.keys() - expecting.keys() - {None}:
             x = signalled[ring]
-            yield Finding(
-                "expected-bytes", x.line, f"{x.opcode} signals the mbarrier at {ring}, which expects no bytes"
-            )
+            text = f"{x.opcode} signals the mbarrier at {ring}, which expects no bytes"
+            yield Finding("expected-bytes", x.line, text)
     if None not in signalled:
         for ring in expecting.keys() - signalled.keys() - {None}:
             yield Finding("expected-bytes", expecting[ring].line, f"nothing brings bytes to the mbarrier at {ring}")

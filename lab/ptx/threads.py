@@ -9,6 +9,7 @@ the shared memory of another CTA of the cluster is the same as in the own one, a
 
 import copy
 import functools
+import operator
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -20,42 +21,12 @@ from lab.ptx.tree import Function, Instruction, Operand
 
 WARP = 32
 _MOST_CHANGES = 8  # of a register's value, before it counts as unknown
-_WITHOUT_RESULT = {
-    "st",
-    "stmatrix",
-    "red",
-    "bar",
-    "barrier",
-    "bra",
-    "ret",
-    "exit",
-    "trap",
-    "fence",
-    "membar",
-    "cp",
-    "prefetch",
-    "prefetchu",
-    "setmaxnreg",
-    "nanosleep",
-    "griddepcontrol",
-    "discard",
-    "applypriority",
-}
-_WITHOUT_RESULT_AT_LENGTH = (
-    "mbarrier.init",
-    "mbarrier.inval",
-    "mbarrier.expect_tx",
-    "mbarrier.complete_tx",
-    "tcgen05.st",
-    "tcgen05.alloc",
-    "tcgen05.dealloc",
-    "tcgen05.mma",
-    "tcgen05.cp",
-    "tcgen05.commit",
-    "wgmma.fence",
-    "wgmma.commit_group",
-    "wgmma.wait_group",
-    "st.async",
+_WITHOUT_RESULT = re.compile(
+    r"""
+    (st|stmatrix|red|bar|barrier|bra|ret|exit|trap|fence|membar|cp|prefetch|prefetchu|setmaxnreg|nanosleep|griddepcontrol
+    |discard|applypriority|mbarrier\.(init|inval|expect_tx|complete_tx)|tcgen05\.(st|alloc|dealloc|mma|cp|commit)
+    |wgmma\.(fence|commit_group|wait_group))(\.|$)""",
+    re.VERBOSE,
 )
 
 
@@ -79,7 +50,7 @@ class Resolved:
 
 def has_result(instruction: Instruction) -> bool:
     """Whether the first operand is written, as far as it is a register."""
-    return instruction.operation not in _WITHOUT_RESULT and not instruction.is_a(*_WITHOUT_RESULT_AT_LENGTH)
+    return _WITHOUT_RESULT.match(instruction.opcode) is None
 
 
 def resolve(instruction: Instruction) -> Resolved:
@@ -88,8 +59,8 @@ def resolve(instruction: Instruction) -> Resolved:
     operands = instruction.operands
     if operands and has_result(instruction) and operands[0].marks != "[":
         results = operands[0].names
-        # Accumulators of wgmma are read as well.
-        operands = operands if instruction.is_a("wgmma.mma_async") else operands[1:]
+        if not instruction.is_a("wgmma.mma_async"):  # whose accumulators are read as well
+            operands = operands[1:]
     sources = tuple(name for operand in operands for name in operand.names)
     name = instruction.register
     guard = None if instruction.guard is None else name(instruction.guard)
@@ -167,7 +138,6 @@ class Program:
         for number, one in enumerate(self.resolved):
             for register in {*one.sources, *([one.guard] if one.guard else [])}:
                 self.users[register].append(number)
-        self.num_threads = function.num_threads
         self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
         self._numbers: dict[tuple[str, ...], list[int]] = {}
         self.steps = self._steps()
@@ -220,7 +190,7 @@ class Program:
     @cached_property
     def warps(self) -> list[tuple["Thread", "Thread"]]:
         """First thread of every warp, which is the elected one, and its second, which stands for all others."""
-        return [(Thread(self, number), Thread(self, number + 1)) for number in range(0, max(self.num_threads, 2), WARP)]
+        return [(Thread(self, first), Thread(self, first + 1)) for first in range(0, self.function.num_threads, WARP)]
 
 
 class Thread:
@@ -266,7 +236,7 @@ class Thread:
     def special(self, name: str) -> Value | None:
         """Value of a register that the hardware writes."""
         known = {"%tid.x": self.number, "%tid.y": 0, "%tid.z": 0, "%laneid": self.number % WARP}
-        known |= {"%ntid.x": self.program.num_threads, "%ntid.y": 1, "%ntid.z": 1}
+        known |= {"%ntid.x": self.program.function.num_threads, "%ntid.y": 1, "%ntid.z": 1}
         if self.program.rank is not None:
             known["%cluster_ctarank"] = self.program.rank
         return Value(known[name]) if name in known else None
@@ -341,7 +311,7 @@ def _join(a: Value | None, b: Value | None) -> Value | None:
 
 
 def _add(a: Value | None, b: Value | None) -> Value | None:
-    return _binary(a, b, lambda x, y: x + y)
+    return _binary(a, b, operator.add)
 
 
 def _binary(a: Value | None, b: Value | None, compute: Callable[[int, int], int]) -> Value | None:
@@ -359,30 +329,22 @@ def _signed(number: int) -> int:
 
 
 _BINARY: dict[str, Callable[[int, int], int]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "and": lambda x, y: x & y,
-    "or": lambda x, y: x | y,
-    "xor": lambda x, y: x ^ y,
+    "add": operator.add,
+    "sub": operator.sub,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
     "shl": lambda x, y: x << y if 0 <= y < 64 else 0,
     "shr": lambda x, y: x >> y if 0 <= y < 64 else 0,
-    "mul": lambda x, y: x * y,
+    "mul": operator.mul,
     "min": min,
     "max": max,
     "div": lambda x, y: x // y if x >= 0 and y > 0 else 0,
     "rem": lambda x, y: x % y if x >= 0 and y > 0 else 0,
 }
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda x, y: x == y,
-    "ne": lambda x, y: x != y,
-    "lt": lambda x, y: x < y,
-    "le": lambda x, y: x <= y,
-    "gt": lambda x, y: x > y,
-    "ge": lambda x, y: x >= y,
-    "lo": lambda x, y: x % (1 << 32) < y % (1 << 32),
-    "ls": lambda x, y: x % (1 << 32) <= y % (1 << 32),
-    "hi": lambda x, y: x % (1 << 32) > y % (1 << 32),
-    "hs": lambda x, y: x % (1 << 32) >= y % (1 << 32),
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge},  # without signs
 }
 _INTEGERS = {f"{kind}{width}" for kind in "bsu" for width in (16, 32, 64)}
 
@@ -453,8 +415,7 @@ def _predicate(op: str, operands: list[Value | None]) -> Value | None:
         return Value(1)
     if None in numbers or op not in ("and", "or", "xor"):
         return None
-    a, b = (bool(x) for x in numbers)
-    return Value(int({"and": a and b, "or": a or b, "xor": a != b}[op]))
+    return Value(int(_BINARY[op](*map(bool, numbers))))
 
 
 def _comparison(words: frozenset[str], operands: list[Value | None]) -> Value | None:
@@ -464,11 +425,9 @@ def _comparison(words: frozenset[str], operands: list[Value | None]) -> Value | 
     name = next((word for word in words if word in _COMPARED), None)
     if name is None:
         return None
-    x, y = a.number, b.number
-    if words & {"u16", "u32", "u64"}:
-        x, y = (number % (1 << (64 if "u64" in words else 32)) for number in (x, y))
-    else:
-        x, y = _signed(x), _signed(y)
+    x, y = _signed(a.number), _signed(b.number)
+    if words & {"u16", "u32", "u64"} or name in ("lo", "ls", "hi", "hs"):
+        x, y = (number % (1 << (64 if "u64" in words else 32)) for number in (a.number, b.number))
     found = Value(int(_COMPARED[name](x, y)))
     for combined in words & {"and", "or", "xor"}:
         return _predicate(combined, [found, operands[2]])

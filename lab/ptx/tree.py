@@ -22,7 +22,6 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_FALLS_NOT_THROUGH = {"ret", "exit", "trap"}
 _REGISTERS = 64 * 1024  # of an SM
 
 
@@ -97,13 +96,17 @@ class Scope:
     labels: dict[str, int] = field(default_factory=dict)  # name: the number of the instruction behind it
     _unique: dict[str, str] = field(default_factory=dict, repr=False)  # name: what ``register`` has returned
 
+    def outwards(self) -> "Iterator[Scope]":
+        """This scope, and those that it is in."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
     def holder(self, register: str) -> "Scope | None":
         """The innermost scope that declares a register."""
-        prefix = register.rstrip("0123456789") + "<"
-        scope: Scope | None = self
-        while scope is not None and register not in scope.registers and prefix not in scope.registers:
-            scope = scope.parent
-        return scope
+        names = {register, register.rstrip("0123456789") + "<"}
+        return next((scope for scope in self.outwards() if not names.isdisjoint(scope.registers)), None)
 
     def register(self, name: str) -> str:
         """Register of a name, distinguished from those of the same name in other scopes. All are declared by now."""
@@ -114,11 +117,9 @@ class Scope:
 
     def label(self, name: str) -> int:
         """The number of the instruction behind a label."""
-        scope: Scope | None = self
-        while scope is not None:
+        for scope in self.outwards():
             if name in scope.labels:
                 return scope.labels[name]
-            scope = scope.parent
         raise PtxError(f"no label {name}")
 
 
@@ -192,18 +193,15 @@ class Function:
         """
         found = []
         for number, instruction in enumerate(self.instructions):
-            next_ones: list[int] = []
-            falls_through = True
+            next_ones = [number + 1]
             if instruction.is_a("bra"):
-                next_ones.append(instruction.scope.label(instruction.operands[0].text))
-                falls_through = instruction.guard is not None
+                next_ones.insert(0, instruction.scope.label(instruction.operands[0].text))
             elif instruction.is_a("brx"):
                 raise PtxError(f"line {instruction.line}: {instruction.opcode} is not known")
-            elif instruction.operation in _FALLS_NOT_THROUGH:
-                next_ones.append(len(self.instructions))
-                falls_through = instruction.guard is not None
-            if falls_through:
-                next_ones.append(number + 1)
+            elif instruction.operation in ("ret", "exit", "trap"):
+                next_ones.insert(0, len(self.instructions))
+            if instruction.guard is None:  # it always goes where it goes first
+                next_ones = next_ones[:1]
             found.append(tuple(dict.fromkeys(next_ones)))
         return tuple(found)
 
@@ -347,11 +345,10 @@ class _Parser:
             if token.text.startswith("."):
                 kind = token.text
             elif token.kind == "name":
-                if self.peek() == "<":
+                ranges = self.peek() == "<"
+                scope.registers[token.text + "<" * ranges] = kind
+                if ranges:
                     self.skip_to(">")
-                    scope.registers[f"{token.text}<"] = kind
-                else:
-                    scope.registers[token.text] = kind
             elif token.text == "[":
                 self.skip_to("]")
         self.take(";")
