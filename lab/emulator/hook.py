@@ -4,7 +4,7 @@ import functools
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lab.emulator import build
@@ -66,6 +66,28 @@ def emulating(compile_kernel: Callable[..., Any], plant: tuple[str, str] | None 
 
 def _is_for_sm100(config: Any) -> bool:
     return str(config.architecture) == "sm100"
+
+
+# Of the command and of the pytest plugin, by their names.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "jitter-us": {
+        "type": float,
+        "default": 0.0,
+        "help": "longest random delay of what is asynchronous (default: none)",
+    },
+    "limit-s": {"type": float, "default": 20.0, "help": "how long a CTA may take (default: %(default)s)"},
+    "b300": {"action": "store_true", "help": "the kernels of a B300 (default: those of a B200)"},
+    "instead-of": {"metavar": "BACKEND", "help": "another backend whose calls go to sm100's kernels"},
+    "plant": {"nargs": 2, "metavar": ("REGEX", "TEXT"), "help": "a bug: what is replaced in the kernels' PTX"},
+}
+
+
+def start(options: Mapping[str, Any]) -> Mailbox:
+    """Emulates from now on, as values of ``OPTIONS`` say."""
+    plant = tuple(options["plant"]) if options["plant"] else None
+    page = install(gpu=(10, 3 * options["b300"]), instead_of=options["instead-of"], plant=plant)
+    page.configure(jitter_ns=round(1e3 * options["jitter-us"]), limit_ms=round(1e3 * options["limit-s"]))
+    return page
 
 
 @functools.cache

@@ -115,6 +115,10 @@ class Mailbox:
                 struct.pack_into("<I", self._bytes, offset, 0)
         return found
 
+    def take_reports(self) -> list[str]:
+        """What faults since the last call say, each once."""
+        return list(dict.fromkeys(map(str, self.take_faults())))
+
 
 @functools.cache
 def mailbox() -> Mailbox:

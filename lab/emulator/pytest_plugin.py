@@ -15,27 +15,14 @@ from lab.emulator.mailbox import Mailbox
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options of emulated runs."""
     group = parser.getgroup("SM100 kernels on a Hopper GPU")
-    group.addoption("--sm100-jitter-us", type=float, default=0.0, help="longest random delay of what is asynchronous")
-    group.addoption("--sm100-limit-s", type=float, default=20.0, help="how long a CTA may take")
-    group.addoption("--sm100-b300", action="store_true", help="kernels of a B300 instead of a B200")
-    group.addoption("--sm100-plant", nargs=2, default=None, help="a regular expression and what replaces it in PTX")
-    group.addoption("--sm100-instead-of", default=None, help="another backend whose calls go to sm100's kernels")
+    for name, option in hook.OPTIONS.items():
+        group.addoption(f"--sm100-{name}", **option)
 
 
 @pytest.fixture(scope="session")
 def emulator(request: pytest.FixtureRequest) -> Mailbox:
     """The emulation: its settings, counts and faults."""
-    option = request.config.getoption
-    plant = option("--sm100-plant")
-    mailbox = hook.install(
-        gpu=(10, 3 * option("--sm100-b300")),
-        instead_of=option("--sm100-instead-of"),
-        plant=tuple(plant) if plant else None,
-    )
-    mailbox.configure(
-        jitter_ns=round(1e3 * option("--sm100-jitter-us")), limit_ms=round(1e3 * option("--sm100-limit-s"))
-    )
-    return mailbox
+    return hook.start({name: request.config.getoption(f"--sm100-{name}") for name in hook.OPTIONS})
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +33,7 @@ def _no_faults(emulator: Mailbox) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:  # nothing more can run in this process
-        pytest.exit(f"{error}\n{_report(emulator)}", returncode=3)
-    reported = _report(emulator)
-    if reported:
-        pytest.fail(reported, pytrace=False)
-
-
-def _report(mailbox: Mailbox) -> str:
-    return "\n".join(dict.fromkeys(map(str, mailbox.take_faults())))
+        pytest.exit("\n".join([str(error), *emulator.take_reports()]), returncode=3)
+    reports = emulator.take_reports()
+    if reports:
+        pytest.fail("\n".join(reports), pytrace=False)

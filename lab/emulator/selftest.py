@@ -91,9 +91,8 @@ def _check_product(kernel: Any, mailbox: Any, case: Any, repetitions: int = 3) -
         expected = _expected(case, a, b)
         elapsed = _launch(kernel, a, b, d)
         print(f"  launch {repetition}: {elapsed:.2f} ms")
-        faults = mailbox.take_faults()
-        for fault in faults:
-            print(f"  {fault}")
+        faults = mailbox.take_reports()
+        print("\n".join(f"  {fault}" for fault in faults))
         wrong = _wrong(d, expected)
         if wrong.any():
             rows, columns = ([i for i, x in enumerate(wrong.any(other).tolist()) if x] for other in (1, 0))
@@ -150,7 +149,7 @@ def planted(name: str, pattern: str, replacement: str, expected: str, **options:
             _launch(kernel, *_operands(case))
     except Exception as error:
         print(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
-    faults = list(dict.fromkeys(str(fault) for fault in mailbox.take_faults()))
+    faults = mailbox.take_reports()
     print("\n".join(f"  {fault}" for fault in faults[:4]))
     assert any(expected in fault for fault in faults), f"no fault says {expected!r}"
 
@@ -187,7 +186,7 @@ def attention() -> None:
         expected = flash_attn_func(q.float(), k.float(), v.float(), causal=True, backend="portable")
         error = (out.float() - expected).abs().nan_to_num(float("inf")).max()
         print(f"  {seqlen} queries, jitter {jitter} ns: {elapsed:.2f} s, largest error {error:.2e}")
-        faults = mailbox.take_faults()
+        faults = mailbox.take_reports()
         print("\n".join(f"  {fault}" for fault in faults))
         assert not faults
         assert error < 2e-2
@@ -269,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             CASES[name]()
         finally:  # also where a kernel has ended with an error
-            for fault in dict.fromkeys(map(str, mailbox().take_faults())):
+            for fault in mailbox().take_reports():
                 print(f"  {fault}")
     return 0
 

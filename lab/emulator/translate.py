@@ -8,7 +8,6 @@ known here raises ``RefusedError``, which names the instruction and its line.
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from lab.ptx import tree
@@ -29,31 +28,19 @@ class Translation(NamedTuple):
     emulated: tuple[str, ...]  # kernels that use tensor memory
 
 
-class _Argument(NamedTuple):
-    """Argument of a call."""
-
-    kind: str  # b32 or b64
-    value: str | int
-
-
-def _b32(value: str | int) -> _Argument:
-    return _Argument("b32", value)
-
-
-def _b64(value: str | int) -> _Argument:
-    return _Argument("b64", value)
-
-
-def _call(function: str, *arguments: _Argument, result: _Argument | None = None) -> str:
-    names = [f"sm100_a{i}" for i in range(len(arguments))]
-    text = "{ "
-    for name, (kind, value) in zip(names, arguments, strict=True):
-        text += f".param .{kind} {name}; st.param.{kind} [{name}], {value}; "
-    if result is not None:
-        text += f".param .{result.kind} sm100_r; "
+def _call(function: str, *arguments: str, result: str = "") -> str:
+    """A call. Arguments and the result are a type and a register or a number, such as "b32 %r1"."""
+    text, names = "{ ", []
+    for i, argument in enumerate(arguments):
+        kind, _, value = argument.partition(" ")
+        names.append(f"sm100_a{i}")
+        text += f".param .{kind} {names[-1]}; st.param.{kind} [{names[-1]}], {value}; "
+    kind, _, register = result.partition(" ")
+    if result:
+        text += f".param .{kind} sm100_r; "
     text += f"call.uni {'(sm100_r), ' if result else ''}{function}, ({', '.join(names)}); "
-    if result is not None:
-        text += f"ld.param.{result.kind} {result.value}, [sm100_r]; "
+    if result:
+        text += f"ld.param.{kind} {register}, [sm100_r]; "
     return text + "}"
 
 
@@ -146,18 +133,20 @@ def _wide_access(instruction: Instruction) -> str:
 
 
 def _allocate(instruction: Instruction) -> str:
-    destination, columns = instruction.operands
+    destination = instruction.operands[0]
     text = f".reg .b32 sm100_d; {_sum(destination, 'sm100_d')}"
-    pair = int("cta_group::2" in instruction.parts)
-    arguments = _b32("sm100_d"), _b32(columns.text), _b32(pair), _b32(instruction.line)
-    return _guarded(instruction, text + _call("sm100_alloc", *arguments))
+    return _guarded(instruction, text + _call("sm100_alloc", "b32 sm100_d", *_of_columns(instruction)))
 
 
 def _free(instruction: Instruction) -> str:
-    address, columns = instruction.operands
-    pair = int("cta_group::2" in instruction.parts)
-    arguments = _b32(address.text), _b32(columns.text), _b32(pair), _b32(instruction.line)
-    return _guarded(instruction, _call("sm100_dealloc", *arguments))
+    address = instruction.operands[0].text
+    return _guarded(instruction, _call("sm100_dealloc", f"b32 {address}", *_of_columns(instruction)))
+
+
+def _of_columns(instruction: Instruction) -> list[str]:
+    """How many columns, whether for a pair, and the line."""
+    values = instruction.operands[1].text, int("cta_group::2" in instruction.parts), instruction.line
+    return [f"b32 {value}" for value in values]
 
 
 def _tensor_memory_access(instruction: Instruction) -> str:
@@ -169,7 +158,7 @@ def _tensor_memory_access(instruction: Instruction) -> str:
     if len(registers) != columns:
         raise _refuse(instruction, f"expected {columns} registers, got {len(registers)}")
     text = f".reg .b32 sm100_t; .reg .b64 sm100_p; {_sum(address, 'sm100_t')}"
-    text += _call("sm100_lane", _b32("sm100_t"), _b32(columns), _b32(instruction.line), result=_b64("sm100_p"))
+    text += _call("sm100_lane", "b32 sm100_t", f"b32 {columns}", f"b32 {instruction.line}", result="b64 sm100_p")
     for i, register in enumerate(registers):
         place = f"[sm100_p+{512 * i}]"
         operands = f"{register.text}, {place}" if is_load else f"{place}, {register.text}"
@@ -199,19 +188,9 @@ def _product(instruction: Instruction) -> str:
         text += f"selp.b32 sm100_f, {flags}, {flags + 4}, {accumulates.parts[0].text}; "
     else:
         text += f"selp.b32 sm100_f, {flags + 4}, {flags}, {accumulates.text}; "
+    operands = "b32 sm100_d", "b64 sm100_s", f"b64 {b.text}", f"b32 {description.text}"
     return _guarded(
-        instruction,
-        text
-        + _call(
-            "sm100_mma",
-            _b32("sm100_d"),
-            _b64("sm100_s"),
-            _b64(b.text),
-            _b32(description.text),
-            _b32("sm100_f"),
-            _b32("sm100_m"),
-            _b32(instruction.line),
-        ),
+        instruction, text + _call("sm100_mma", *operands, "b32 sm100_f", "b32 sm100_m", f"b32 {instruction.line}")
     )
 
 
@@ -219,7 +198,7 @@ def _commit(instruction: Instruction) -> str:
     barrier, *ctas = instruction.operands
     text = f".reg .b16 sm100_h; .reg .b32 sm100_d, sm100_m; {_sum(barrier, 'sm100_d')}"
     text += f"mov.b16 sm100_h, {ctas[0].text if ctas else 0}; cvt.u32.u16 sm100_m, sm100_h; "
-    return _guarded(instruction, text + _call("sm100_commit", _b32("sm100_d"), _b32("sm100_m"), _b32(instruction.line)))
+    return _guarded(instruction, text + _call("sm100_commit", "b32 sm100_d", "b32 sm100_m", f"b32 {instruction.line}"))
 
 
 def _wait(instruction: Instruction) -> str:
@@ -229,8 +208,8 @@ def _wait(instruction: Instruction) -> str:
     done, barrier, parity = instruction.operands[:3]
     patient = int(instruction.is_a("mbarrier.try_wait"))
     text = f".reg .b32 sm100_d, sm100_w; {_sum(barrier, 'sm100_d')}"
-    arguments = _b32("sm100_d"), _b32(parity.text), _b32(patient), _b32(instruction.line)
-    text += _call("sm100_wait", *arguments, result=_b32("sm100_w"))
+    arguments = "b32 sm100_d", f"b32 {parity.text}", f"b32 {patient}", f"b32 {instruction.line}"
+    text += _call("sm100_wait", *arguments, result="b32 sm100_w")
     return _guarded(instruction, text + f" setp.ne.b32 {done.text}, sm100_w, 0;")
 
 
@@ -244,10 +223,10 @@ def _pair_load(instruction: Instruction) -> str:
     text += f"mov.b64 sm100_t, {tensor_map}; {_sum(destination, 'sm100_d')}{_sum(barrier, 'sm100_b')}"
     text += "and.b32 sm100_d, sm100_d, 0xff000000; and.b32 sm100_o, sm100_b, 0x00ffffff; "
     text += "or.b32 sm100_o, sm100_o, sm100_d; "
-    text += _call("sm100_before_load", _b32("sm100_b"), _b32("sm100_o"), _b64("sm100_t"), result=_b64("sm100_s"))
+    text += _call("sm100_before_load", "b32 sm100_b", "b32 sm100_o", "b64 sm100_t", result="b64 sm100_s")
     operands = [destination.text, source.text, "[sm100_o]", *(x.text for x in rest)]
     text += f" {_without(instruction.opcode, 'cta_group::2')} {', '.join(operands)}; "
-    arguments = _b32("sm100_b"), _b32("sm100_o"), _b64("sm100_t"), _b64("sm100_s"), _b32(instruction.line)
+    arguments = "b32 sm100_b", "b32 sm100_o", "b64 sm100_t", "b64 sm100_s", f"b32 {instruction.line}"
     return _guarded(instruction, text + _call("sm100_after_load", *arguments))
 
 
@@ -265,37 +244,32 @@ def _stores_done(instruction: Instruction) -> str:
     return "fence.acq_rel.gpu;"
 
 
-@dataclass(frozen=True)
-class _Rule:
-    pattern: re.Pattern[str]  # of whole opcodes
+class _Rule(NamedTuple):
+    pattern: str  # of whole opcodes
     rewrite: Callable[[Instruction], str | None]  # None: it stays
     only_emulated: bool = False  # in kernels that use tensor memory
 
 
-def _rule(pattern: str, rewrite: Callable[[Instruction], str | None], *, only_emulated: bool = False) -> _Rule:
-    return _Rule(re.compile(pattern), rewrite, only_emulated)
-
-
 _GROUP = r"cta_group::[12]"
 _RULES = (
-    _rule(r"(fma|mul|add|sub)\b.*\.f32x2", _pairs),
-    _rule(r"(max|min)(\.ftz|\.NaN|\.xorsign|\.abs)*\.f32", _three_inputs),
-    _rule(r"(fma|add|sub)\b.*\.f32\.(bf16|f16)", _mixed),
-    _rule(r"(ld|st)\b.*\.global\b.*(\.v8\.[bfus]32|\.v4\.[bfus]64)", _wide_access),
-    _rule(rf"tcgen05\.alloc\.{_GROUP}\.sync\.aligned\.shared::cta\.b32", _allocate),
-    _rule(rf"tcgen05\.dealloc\.{_GROUP}\.sync\.aligned\.b32", _free),
-    _rule(rf"tcgen05\.relinquish_alloc_permit\.{_GROUP}\.sync\.aligned", _nothing),
-    _rule(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(1|2|4|8|16|32|64|128)\.b32", _tensor_memory_access),
-    _rule(r"tcgen05\.wait::ld\.sync\.aligned|tcgen05\.fence::(before|after)_thread_sync", _nothing),
-    _rule(r"tcgen05\.wait::st\.sync\.aligned", _stores_done),
-    _rule(rf"tcgen05\.mma\.{_GROUP}\.kind::f16(\.collector::a::(discard|lastuse|fill|use))?", _product),
-    _rule(
+    _Rule(r"(fma|mul|add|sub)\b.*\.f32x2", _pairs),
+    _Rule(r"(max|min)(\.ftz|\.NaN|\.xorsign|\.abs)*\.f32", _three_inputs),
+    _Rule(r"(fma|add|sub)\b.*\.f32\.(bf16|f16)", _mixed),
+    _Rule(r"(ld|st)\b.*\.global\b.*(\.v8\.[bfus]32|\.v4\.[bfus]64)", _wide_access),
+    _Rule(rf"tcgen05\.alloc\.{_GROUP}\.sync\.aligned\.shared::cta\.b32", _allocate),
+    _Rule(rf"tcgen05\.dealloc\.{_GROUP}\.sync\.aligned\.b32", _free),
+    _Rule(rf"tcgen05\.relinquish_alloc_permit\.{_GROUP}\.sync\.aligned", _nothing),
+    _Rule(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(1|2|4|8|16|32|64|128)\.b32", _tensor_memory_access),
+    _Rule(r"tcgen05\.wait::ld\.sync\.aligned|tcgen05\.fence::(before|after)_thread_sync", _nothing),
+    _Rule(r"tcgen05\.wait::st\.sync\.aligned", _stores_done),
+    _Rule(rf"tcgen05\.mma\.{_GROUP}\.kind::f16(\.collector::a::(discard|lastuse|fill|use))?", _product),
+    _Rule(
         rf"tcgen05\.commit\.{_GROUP}\.mbarrier::arrive::one(\.shared::cluster)?(\.multicast::cluster)?\.b64", _commit
     ),
-    _rule(r"mbarrier\.(try|test)_wait\b.*", _wait, only_emulated=True),
-    _rule(r"setmaxnreg\b.*", _nothing, only_emulated=True),
-    _rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::2\b.*", _pair_load),
-    _rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::1\b.*", _one_cta_load),
+    _Rule(r"mbarrier\.(try|test)_wait\b.*", _wait, True),
+    _Rule(r"setmaxnreg\b.*", _nothing, True),
+    _Rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::2\b.*", _pair_load),
+    _Rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::1\b.*", _one_cta_load),
 )
 _UNKNOWN = re.compile(r"tcgen05\b.*|clusterlaunchcontrol\b.*|.*\bcta_group::.*")
 
@@ -333,7 +307,7 @@ def translate(text: str) -> Translation:
 
 def _rewritten(instruction: Instruction, uses_tensor_memory: bool) -> str | None:
     for rule in _RULES:
-        if rule.pattern.fullmatch(instruction.opcode) and (uses_tensor_memory or not rule.only_emulated):
+        if re.fullmatch(rule.pattern, instruction.opcode) and (uses_tensor_memory or not rule.only_emulated):
             return rule.rewrite(instruction)
     if _UNKNOWN.fullmatch(instruction.opcode):
         raise _refuse(instruction, "not emulated")

@@ -2,9 +2,11 @@
 
 import ctypes
 import re
+import runpy
 import shutil
 import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.emulator import __main__ as command
 from lab.emulator import build, hook, mailbox
 from lab.emulator.translate import RefusedError, Translation, translate
 
@@ -354,6 +357,18 @@ def test_planted_bugs(capfd: pytest.CaptureFixture[str]) -> None:
     text = module("tcgen05.wait::st.sync.aligned;", "bar.sync 0;")
     assert hook.planted(text, (r"tcgen05\.wait::st[^;]*;\n", "")) == module("bar.sync 0;")
     assert "is replaced 1 times" in capfd.readouterr().err
+
+
+def test_pytest_gets_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: sys.exit(0))
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit):
+        command.main(["--jitter-us", "20", "--b300", "--plant", "a.*", "", "--", "pytest", "-q", "FILE"])
+    _, _, plugin, *rest = sys.argv
+    assert plugin == "lab.emulator.pytest_plugin"
+    options = ["--sm100-jitter-us", "20.0", "--sm100-limit-s", "20.0", "--sm100-b300", "--sm100-plant", "a.*", ""]
+    assert rest == [*options, "-q", "FILE"]
 
 
 def test_a_product_without_a_commit_is_reported(host: ctypes.CDLL) -> None:
