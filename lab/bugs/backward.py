@@ -15,33 +15,32 @@ _POLL = find("adding", "ld.acquire")
 BACKWARD: Bugs = {
     "missing wait": (
         *(
-            Bug.no_wait(f"{role} warps read a tile before it is there", role, "tiles.full", "d64")
+            Bug.no_wait(f"{role} warps read a tile before it is there", role, "tiles.full")
             for role in ("mma", "compute", "drain", "adding")
         ),
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full", "d64"),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", "d64"),
-        Bug.no_wait("dP is begun before V is there", "mma", "v.full", "d64"),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full", "d64"),
-        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty", "d64"),
-        Bug.no_wait("dK and dQ are begun before dS is stored", "mma", "dp.empty", "d64", count=2),
+        Bug.no_wait("scores are begun before K is there", "mma", "k.full"),
+        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
+        Bug.no_wait("dP is begun before V is there", "mma", "v.full"),
+        Bug.no_wait("dP is begun before dO is there", "mma", "do.full"),
+        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty"),
+        Bug.no_wait("dK and dQ are begun before dS is stored", "mma", "dp.empty", count=2),
         Bug.no_wait(
             "dQ overwrites the last step's, which drain warps have not read", "mma", "dq.empty", "steps", count=2
         ),
         Bug.no_wait("dP overwrites the last step's dQ, which drain warps have not read", "mma", "dq.empty", "d128"),
-        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full", "d64"),
-        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full", "d64"),
-        Bug.no_wait("compute warps read dV that is not complete", "compute", "dv.full", "d64"),
-        Bug.no_wait("compute warps read dK that is not complete", "compute:4", "dk.full", "d64"),
-        Bug.no_wait("drain warps read dQ that is not complete", "drain", "dq.full", "d64"),
+        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full"),
+        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full"),
+        Bug.no_wait("compute warps read dV that is not complete", "compute", "dv.full"),
+        Bug.no_wait("compute warps read dK that is not complete", "compute:4", "dk.full"),
+        Bug.no_wait("drain warps read dQ that is not complete", "drain", "dq.full"),
         Bug.no_wait(
-            "drain warps overwrite a piece of dQ that has not been added", "drain", "pieces_even.empty", "d64", count=2
+            "drain warps overwrite a piece of dQ that has not been added", "drain", "pieces_even.empty", count=2
         ),
-        Bug.no_wait("a piece of dQ is added before it is there", "adding", "pieces_even.full", "d64", count=2),
+        Bug.no_wait("a piece of dQ is added before it is there", "adding", "pieces_even.full", count=2),
         Bug(
             "the place of a piece of dQ is given back while TMA still reads it",
             find("adding", "cp.async.bulk.wait_group.read", 2).left_out(),
-            "d64",
-            "stores",
+            lags="stores",
         ),
         Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", "steps", "products"),
         Bug.no_wait("dO is loaded over dO that products still read", "producer", "do.empty", "d128", "products"),
@@ -62,27 +61,25 @@ BACKWARD: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full", "d64"),
-        Bug.wrong_phase("the mma warp is a phase late with dS", "mma", "dp.empty", "d64", count=2),
-        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty", "d64"),
-        Bug.wrong_phase("compute warps are a phase late with scores", "compute", "scores.full", "d64"),
-        Bug.wrong_phase("drain warps are a phase late with dQ", "drain", "dq.full", "d64"),
+        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full"),
+        Bug.wrong_phase("the mma warp is a phase late with dS", "mma", "dp.empty", count=2),
+        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty"),
+        Bug.wrong_phase("compute warps are a phase late with scores", "compute", "scores.full"),
+        Bug.wrong_phase("drain warps are a phase late with dQ", "drain", "dq.full"),
         Bug.wrong_phase(
-            "adding warps wait for the phase of pieces that is over", "adding", "pieces_even.full", "d64", count=2
+            "adding warps wait for the phase of pieces that is over", "adding", "pieces_even.full", count=2
         ),
     ),
     "wrong stage": (
         Bug(
             "Q is put a stage further than products read it",
             find("producer", "cp.async.bulk.tensor", barrier="q.full").further(0, 16384),
-            "d64",
         ),
         Bug(
             "lse is put a stage further than it is read",
             find("producer", "cp.async.bulk.shared::cluster", barrier="q.full").further(0, 512),
-            "d64",
         ),
-        Bug("dV takes dO of the neighbouring stage", _OF_DV.flipped("b", 16384 >> 4), "d64"),
+        Bug("dV takes dO of the neighbouring stage", _OF_DV.flipped("b", 16384 >> 4)),
         Bug(
             "dK that is begun gives back a stage of dO instead of Q",
             commits("q.empty", 2).at_other_barrier(0, "q.empty", "do.empty"),
@@ -92,7 +89,6 @@ BACKWARD: Bugs = {
         Bug(
             "complete scores are signalled at the barrier of dP",
             commits("scores.full").at_other_barrier(0, "scores.full", "dp.full"),
-            "d64",
             lint="arrivals",
         ),
         Bug(
@@ -102,48 +98,35 @@ BACKWARD: Bugs = {
         ),
     ),
     "wrong descriptor": (
-        Bug(
-            "groups of 8 rows of K are looked for at half their distance, for scores",
-            _OF_S.flipped("a.stride", 0x60),
-            "d64",
-        ),
-        Bug(
-            "groups of 8 rows of dO are looked for at half their distance, for dV",
-            _OF_DV.flipped("b.stride", 0x60),
-            "d64",
-        ),
+        Bug("groups of 8 rows of K are looked for at half their distance, for scores", _OF_S.flipped("a.stride", 0x60)),
+        Bug("groups of 8 rows of dO are looked for at half their distance, for dV", _OF_DV.flipped("b.stride", 0x60)),
         Bug(
             "the second 64 queries of dS are looked for at the place of the first, for dQ",
             _OF_DQ.flipped("a.leading", 0x400),
-            "d64",
         ),
-        Bug("V is said to be swizzled in 64 bytes", _OF_DP.flipped("a.swizzle", 6), "d64"),
-        Bug("dS is said to have keys contiguous, for dQ", _OF_DQ.flipped("transposes_a"), "d64"),
-        Bug("dO is said to have queries contiguous, for dV", _OF_DV.flipped("transposes_b"), "d64"),
-        Bug("dS is said to be float16, for dK", _OF_DK.flipped("type_a"), "d64"),
-        Bug("products of dP are said to have half the queries", _OF_DP.flipped("columns", 16 ^ 8), "d64"),
+        Bug("V is said to be swizzled in 64 bytes", _OF_DP.flipped("a.swizzle", 6)),
+        Bug("dS is said to have keys contiguous, for dQ", _OF_DQ.flipped("transposes_a")),
+        Bug("dO is said to have queries contiguous, for dV", _OF_DV.flipped("transposes_b")),
+        Bug("dS is said to be float16, for dK", _OF_DK.flipped("type_a")),
+        Bug("products of dP are said to have half the queries", _OF_DP.flipped("columns", 16 ^ 8)),
     ),
     "wrong column": (
-        Bug("scores take the place of dV", _OF_S.flipped("target", 128), "d64"),
-        Bug(
-            "dV and dK change places",
-            both(_OF_DV.flipped("target", 128 ^ 320), _OF_DK.flipped("target", 128 ^ 320)),
-            "d64",
-        ),
-        Bug("dV takes P where there are scores", _OF_DV.flipped("a", 32), "d64"),
-        Bug("P is stored a column further", _P_STORED.rewritten(r"\+ 0\]", "+ 1]"), "d64"),
+        Bug("scores take the place of dV", _OF_S.flipped("target", 128)),
+        Bug("dV and dK change places", both(_OF_DV.flipped("target", 128 ^ 320), _OF_DK.flipped("target", 128 ^ 320))),
+        Bug("dV takes P where there are scores", _OF_DV.flipped("a", 32)),
+        Bug("P is stored a column further", _P_STORED.rewritten(r"\+ 0\]", "+ 1]")),
     ),
     "wrong count": (
-        Bug.counted_short("dS is said to be there when half the warps have stored it", "dp.empty", 4, "d64", "compute"),
+        Bug.counted_short("dS is said to be there when half the warps have stored it", "dp.empty", 4, lags="compute"),
         Bug.counted_short("Q is said to be read when lse is, but for a warp's", "q.empty", 1, "steps", "products"),
         Bug.counted_short(
-            "a piece of dQ is said to be there when three of four warps have written it", "pieces_even.full", 1, "d64"
+            "a piece of dQ is said to be there when three of four warps have written it", "pieces_even.full", 1
         ),
-        Bug.all_arrive("all threads of a warp arrive for it", "drain", "dq.empty", "d64"),
-        Bug("an arrival counts twice", arrivals("compute", "dp.empty").ending_with(2), "d64", lint="arrivals"),
+        Bug.all_arrive("all threads of a warp arrive for it", "drain", "dq.empty"),
+        Bug("an arrival counts twice", arrivals("compute", "dp.empty").ending_with(2), lint="arrivals"),
     ),
     "missing arrival": (
-        Bug.no_commit("complete dP is not signalled", "dp.full", "d64", lint="arrivals"),
+        Bug.no_commit("complete dP is not signalled", "dp.full", lint="arrivals"),
         Bug.no_arrival("drain warps do not say that they have read dQ", "drain", "dq.empty", "steps"),
         Bug.no_arrival(
             "adding warps do not give places of pieces back", "adding", "pieces_even.empty", "steps", count=2
@@ -155,25 +138,22 @@ BACKWARD: Bugs = {
         Bug(
             "a commit stands ahead of the last product that it is about",
             _OF_S[3].moved_behind(commits("scores.full")),
-            "d64",
-            "products",
+            lags="products",
         ),
         Bug(
             "tensor memory is freed while others may still read it",
             find("mma", "tcgen05.dealloc").ahead("bar.sync").left_out(),
-            "d64",
-            "compute",
+            lags="compute",
         ),
     ),
     "wrong bytes": (
-        Bug.wrong_bytes("the bytes of lse are not expected", "q.full", 16384, "d64"),
-        Bug.no_bytes("no bytes of V are expected", "producer", "v.full", "d64", "loads", lint="expected-bytes"),
+        Bug.wrong_bytes("the bytes of lse are not expected", "q.full", 16384),
+        Bug.no_bytes("no bytes of V are expected", "producer", "v.full", lags="loads", lint="expected-bytes"),
         Bug(
             "delta signals the barrier of Q",
             find("producer", "cp.async.bulk.shared::cluster", barrier="do.full").at_other_barrier(
                 3, "do.full", "q.full"
             ),
-            "d64",
         ),
         Bug("half a piece of dQ is added", find("adding", "cp.reduce.async.bulk", 2).ending_with(8192), "tiles"),
     ),
@@ -181,63 +161,52 @@ BACKWARD: Bugs = {
         Bug.no_proxy_fence(
             "dS in shared memory is multiplied without fence.proxy.async",
             arrivals("compute", "dp.empty").ahead("fence.proxy.async"),
-            "d64",
         ),
         Bug.no_proxy_fence(
             "a piece of dQ is added by TMA without fence.proxy.async",
             arrivals("drain", "pieces_even.full", 2)[:1].ahead("fence.proxy.async"),
-            "d64",
         ),
         Bug.no_proxy_fence(
             "dV in shared memory is stored by TMA without fence.proxy.async",
             arrivals("compute", "dv.empty").ahead("fence.proxy.async"),
-            "d64",
         ),
         Bug(
             "dQ is added by TMA to what other proxies have stored, without fence.proxy.async.global",
             find("adding", "fence.proxy.async").left_out(),
-            "d64",
             lint="turn",
             shows=False,
         ),
         Bug(
             "mbarriers are not made known to TMA and tensor cores",
             find("producer", "fence.mbarrier_init").left_out(),
-            "d64",
             lint="init-fence",
             shows=False,
         ),
-        Bug.no_fence_before("the stores of P and their arrival", arrivals("compute", "scores.empty"), "d64"),
-        Bug.no_fence_before("dS and its arrival", arrivals("compute", "dp.empty"), "d64"),
-        Bug.no_fence_before("reading dQ and giving it back", arrivals("drain", "dq.empty"), "d64"),
-        Bug.no_fence_before("reading dV and giving it back", arrivals("compute", "dv.empty"), "d64"),
-        Bug.no_fence_after("dS's arrival and its products", waits("mma", "dp.empty", 2)[0], "d64"),
-        Bug.no_fence_after("the arrival of P and its product", waits("mma", "scores.empty"), "d64"),
-        Bug.no_fence_after("a commit and scores that are read", waits("compute", "scores.full"), "d64"),
-        Bug.no_fence_after("a commit and dP that is read", waits("compute", "dp.full"), "d64"),
-        Bug.no_fence_after("a commit and dQ that is read", waits("drain", "dq.full"), "d64"),
-        Bug.no_fence_after("a commit and dV that is read", waits("compute", "dv.full"), "d64"),
+        Bug.no_fence_before("the stores of P and their arrival", arrivals("compute", "scores.empty")),
+        Bug.no_fence_before("dS and its arrival", arrivals("compute", "dp.empty")),
+        Bug.no_fence_before("reading dQ and giving it back", arrivals("drain", "dq.empty")),
+        Bug.no_fence_before("reading dV and giving it back", arrivals("compute", "dv.empty")),
+        Bug.no_fence_after("dS's arrival and its products", waits("mma", "dp.empty", 2)[0]),
+        Bug.no_fence_after("the arrival of P and its product", waits("mma", "scores.empty")),
+        Bug.no_fence_after("a commit and scores that are read", waits("compute", "scores.full")),
+        Bug.no_fence_after("a commit and dP that is read", waits("compute", "dp.full")),
+        Bug.no_fence_after("a commit and dQ that is read", waits("drain", "dq.full")),
+        Bug.no_fence_after("a commit and dV that is read", waits("compute", "dv.full")),
     ),
     "missing tcgen05.wait": (
-        Bug.no_load_wait("dP is computed with before it is in registers", waits("compute", "dp.full"), "d64"),
-        Bug.no_load_wait("dQ is given back before it is in registers", waits("drain", "dq.full"), "d64"),
+        Bug.no_load_wait("dP is computed with before it is in registers", waits("compute", "dp.full")),
+        Bug.no_load_wait("dQ is given back before it is in registers", waits("drain", "dq.full")),
         Bug.no_store_wait("P is handed over before it is in tensor memory", _P_STORED[1], "steps"),
     ),
     "missing barrier": (
         Bug.no_warp_sync(
             "a thread signals its warp's piece of dQ without waiting for the warp",
             arrivals("drain", "pieces_even.full", 2)[:1],
-            "d64",
         ),
-        Bug(
-            "a warp stores dV that others have not written",
-            find("compute", "bar.sync", having=r", 128").left_out(),
-            "d64",
-        ),
+        Bug("a warp stores dV that others have not written", find("compute", "bar.sync", having=r", 128").left_out()),
         Bug(
             "a warpgroup's barrier waits for three of its four warps",
             find("compute", "bar.sync", having=r", 128").rewritten("128", "96"),
-            "d64",
         ),
     ),
     "turns": (
@@ -260,22 +229,19 @@ BACKWARD: Bugs = {
         Bug(
             "the first tile adds to dQ, and later ones store",
             find("adding", "cp.reduce.async.bulk", 2).ahead("setp").rewritten("setp.ne", "setp.eq"),
-            "d64",
         ),
         Bug(
             "the second piece of dQ is put where the first one is",
             find("adding", "cp.async.bulk.global", 2)[1].further(0, -16384),
-            "d64",
         ),
         Bug(
             "delta is read where lse is",
             find("producer", "cp.async.bulk.shared::cluster", barrier="do.full")
             .ahead("add.s64")
             .rewritten(r", %rd\d+;", ", 0;"),
-            "d64",
         ),
     ),
-    "columns": Bug.columns_not_freed("d64"),
+    "columns": Bug.columns_not_freed(),
     "memory order": (
         Bug(
             "a turn is polled without acquiring",
@@ -311,24 +277,21 @@ BACKWARD: Bugs = {
                 r"mul\.wide\.s32\s+(%rd\d+), (%r\d+), 32768;",
                 r"{ .reg .b32 t; mul.lo.s32 t, \2, 32768; cvt.s64.s32 \1, t; }",
             ),
-            "d64",
             lint="offset",
             shows=False,
         ),
     ),
     "registers": (
-        Bug.wrong_registers("compute warps take more registers than others have given", "compute", 168, 184, "d64"),
+        Bug.wrong_registers("compute warps take more registers than others have given", "compute", 168, 184),
         Bug(
             "drain warps keep the registers that they ask to lose",
             find("drain", "setmaxnreg.dec").rewritten("dec", "inc"),
-            "d64",
             lint="registers",
         ),
-        Bug.wrong_registers("the mma warps take registers by .dec", "mma", 80, 136, "d64"),
+        Bug.wrong_registers("the mma warps take registers by .dec", "mma", 80, 136),
         Bug(
             "adding warps give registers back when a tile is there",
             find("adding", "setmaxnreg").moved_behind(waits("adding", "tiles.full")),
-            "d64",
             lint="registers",
         ),
     ),

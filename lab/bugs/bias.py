@@ -10,59 +10,54 @@ _MEETINGS = find("compute", "bar.sync", 4)[1:3]  # of warps that compute
 
 BIAS: Bugs = {
     "missing wait": (
-        Bug.no_wait("scores are begun before Q and K are there", "mma", "qk.full", "one"),
-        Bug.no_wait("dP is begun before dO and V are there", "mma", "dov.full", "one"),
+        Bug.no_wait("scores are begun before Q and K are there", "mma", "qk.full"),
+        Bug.no_wait("dP is begun before dO and V are there", "mma", "dov.full"),
         Bug.no_wait("dP overwrites that which compute warps have not read", "mma", "dp.empty", "several"),
-        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full", "one"),
-        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full", "one"),
+        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full"),
+        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full"),
         Bug.no_wait("Q and K are loaded over those that scores still read", "producer", "qk.empty", "several"),
         Bug.no_wait("dO and V are loaded over those that dP still reads", "producer", "dov.empty", "several"),
-        Bug.no_wait("compute warps do not wait for published pieces", "compute", "pieces.full", "one"),
+        Bug.no_wait("compute warps do not wait for published pieces", "compute", "pieces.full"),
         Bug.no_wait("the mma warp does not wait for published pieces", "mma", "pieces.full", "unseen"),
     ),
     "wrong phase": (
-        Bug.wrong_phase("compute warps are a phase late with dP", "compute", "dp.full", "one"),
-        Bug.wrong_phase("the mma warp waits for the phase of operands that is over", "mma", "qk.full", "one"),
+        Bug.wrong_phase("compute warps are a phase late with dP", "compute", "dp.full"),
+        Bug.wrong_phase("the mma warp waits for the phase of operands that is over", "mma", "qk.full"),
     ),
     "wrong column": (
-        Bug("dP takes the place of the bias", _OF_DP.flipped("target", 256 ^ 384), "one"),
-        Bug("scores take each other's place", _OF_S.flipped("target", 128), "one"),
+        Bug("dP takes the place of the bias", _OF_DP.flipped("target", 256 ^ 384)),
+        Bug("scores take each other's place", _OF_S.flipped("target", 128)),
     ),
     "missing arrival": (
         Bug.no_arrival("compute warps do not give scores back", "compute", "scores.empty", "several"),
-        Bug.no_commit("complete dP is not signalled", "dp.full", "one", lint="arrivals"),
+        Bug.no_commit("complete dP is not signalled", "dp.full", lint="arrivals"),
         Bug.no_commit("scores do not give Q and K back", "qk.empty", "several"),
     ),
     "missing barrier": (
         Bug(
-            "rows are written before all of their sums are in shared memory",
-            _MEETINGS[0].left_out(),
-            "one",
-            "compute:4",
+            "rows are written before all of their sums are in shared memory", _MEETINGS[0].left_out(), lags="compute:4"
         ),
         Bug("sums over keys are added up before they are all there", _MEETINGS[1].left_out(), "number", "compute:1:4"),
     ),
     "dropped predicate": (
-        Bug("scores are added to those of two steps before", _OF_S[0].flipped("accumulates"), "one"),
-        Bug("dP is added to that of the step before", _OF_DP[0].flipped("accumulates"), "one"),
+        Bug("scores are added to those of two steps before", _OF_S[0].flipped("accumulates")),
+        Bug("dP is added to that of the step before", _OF_DP[0].flipped("accumulates")),
     ),
     "missing fence": (
         Bug(
             "dP is given back without tcgen05.fence::before_thread_sync",
             arrivals("compute", "dp.empty").ahead("tcgen05.fence").left_out(),
-            "one",
             lint="fence-before",
             shows=False,
         ),
         Bug(
             "scores are read without tcgen05.fence::after_thread_sync",
             waits("compute", "scores.full").behind("tcgen05.fence").left_out(),
-            "one",
             lint="fence-after",
             shows=False,
         ),
     ),
     "registers": (
-        Bug.wrong_registers("compute warps take more registers than others have given", "compute", 208, 216, "one"),
+        Bug.wrong_registers("compute warps take more registers than others have given", "compute", 208, 216),
     ),
 }

@@ -14,22 +14,22 @@ _TILE = 128 * 128 // 8  # bytes of bits
 
 COLUMNS: Bugs = {
     "missing wait": (
-        Bug.no_wait("compute warps read an entry before it is there", "compute", "entries.full", "lists"),
-        Bug.no_wait("adding warps read a turn before it is there", "adding", "turns.full", "lists"),
+        Bug.no_wait("compute warps read an entry before it is there", "compute", "entries.full"),
+        Bug.no_wait("adding warps read a turn before it is there", "adding", "turns.full"),
     ),
     "wrong phase": (
-        Bug.wrong_phase("compute warps are a phase late with entries", "compute", "entries.full", "lists"),
-        Bug.wrong_phase("adding warps are a phase late with turns", "adding", "turns.full", "lists"),
-        Bug.wrong_phase("the producer waits for entries as if stages began full", "producer", "entries.empty", "lists"),
-        Bug.wrong_phase("the producer waits for turns as if stages began full", "producer", "turns.empty", "lists"),
+        Bug.wrong_phase("compute warps are a phase late with entries", "compute", "entries.full"),
+        Bug.wrong_phase("adding warps are a phase late with turns", "adding", "turns.full"),
+        Bug.wrong_phase("the producer waits for entries as if stages began full", "producer", "entries.empty"),
+        Bug.wrong_phase("the producer waits for turns as if stages began full", "producer", "turns.empty"),
     ),
     "wrong stage": (
-        Bug("an entry is put a stage further than it is read", _ENTRY.further(0, 8), "lists"),
-        Bug("a block of dQ and its turn are put a stage further than they are read", _TURN.further(0, 8), "lists"),
-        Bug("where dQ is added and its turn change places", _TURN[0].further(0, 4), "lists"),
+        Bug("an entry is put a stage further than it is read", _ENTRY.further(0, 8)),
+        Bug("a block of dQ and its turn are put a stage further than they are read", _TURN.further(0, 8)),
+        Bug("where dQ is added and its turn change places", _TURN[0].further(0, 4)),
     ),
     "list": (
-        Bug("a tile takes the list of the next keys", _LIST.further(1, 8), "lists"),
+        Bug("a tile takes the list of the next keys", _LIST.further(1, 8)),
         Bug("a turn is that of another entry", _TURN_OF_ENTRY.further(1, 12), "turns"),
         Bug("a turn is that of a block of the same number", _TURN_OF_ENTRY.further(1, -8), "turns"),
     ),
@@ -37,7 +37,7 @@ COLUMNS: Bugs = {
         Bug("scores are hidden by the bits of another block", _BITS.further(1, _TILE), "causal"),
         Bug("a warpgroup has bits of the other one's queries", _BITS.further(1, _TILE // 2), "causal"),
         Bug("a thread has the bits of the next key", _BITS.further(1, 8), "causal"),
-        Bug.always_branches("scores whose bits are 0 are not hidden", find("compute", "tcgen05.ld", 8)[0], "lists"),
+        Bug.always_branches("scores whose bits are 0 are not hidden", find("compute", "tcgen05.ld", 8)[0]),
     ),
     "wrong count": (
         Bug.counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
@@ -47,7 +47,7 @@ COLUMNS: Bugs = {
     "missing arrival": (
         Bug.no_arrival("compute warps do not give entries back", "compute", "entries.empty", "many"),
         Bug.no_arrival("adding warps do not give turns back", "adding", "turns.empty", "many"),
-        Bug.no_arrival("an entry is not published", "producer", "entries.full", "lists"),
-        Bug.no_arrival("a turn is not published", "producer", "turns.full", "lists"),
+        Bug.no_arrival("an entry is not published", "producer", "entries.full"),
+        Bug.no_arrival("a turn is not published", "producer", "turns.full"),
     ),
 }

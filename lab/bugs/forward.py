@@ -27,21 +27,21 @@ def _signalled_early(c: Code) -> list[Edit]:
 
 FORWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("the mma warp reads a tile before it is there", "mma", "tiles.full", "d64", count=2),
-        Bug.no_wait("softmax reads a tile before it is there", "softmax", "tiles.full", "d64", count=2),
-        Bug.no_wait("the epilogue reads a tile before it is there", "epilogue", "tiles.full", "d64", count=2),
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full", "d64"),
-        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", "d64", count=2),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", "d64", count=2),
-        Bug.no_wait("outputs are begun before most of P is stored", "mma", "p.full", "d64", count=4),
+        Bug.no_wait("the mma warp reads a tile before it is there", "mma", "tiles.full", count=2),
+        Bug.no_wait("softmax reads a tile before it is there", "softmax", "tiles.full", count=2),
+        Bug.no_wait("the epilogue reads a tile before it is there", "epilogue", "tiles.full", count=2),
+        Bug.no_wait("scores are begun before K is there", "mma", "k.full"),
+        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", count=2),
+        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", count=2),
+        Bug.no_wait("outputs are begun before most of P is stored", "mma", "p.full", count=4),
         Bug.no_wait(
             "outputs of the last keys are begun before their P is stored", "mma", "scores.empty", "long", count=4
         ),
         Bug.no_wait(
-            "a tile's first output overwrites O that the epilogue has not read", "mma", "outputs.empty", "d64", count=4
+            "a tile's first output overwrites O that the epilogue has not read", "mma", "outputs.empty", count=4
         ),
-        Bug.no_wait("the mma warp frees tensor memory before its last products are done", "mma", "v.empty", "d64"),
-        Bug.no_wait("softmax reads scores that are not complete", "softmax", "scores.full", "d64"),
+        Bug.no_wait("the mma warp frees tensor memory before its last products are done", "mma", "v.empty"),
+        Bug.no_wait("softmax reads scores that are not complete", "softmax", "scores.full"),
         Bug.no_wait("softmax overwrites sums that the epilogue has not read", "softmax", "stats.empty", "short"),
         Bug.no_wait(
             "softmax rescales O that the last product is still added to (one part)",
@@ -59,19 +59,17 @@ FORWARD: Bugs = {
             count=4,
             which=0,
         ),
-        Bug.no_wait("the epilogue reads sums before they are there", "epilogue", "stats.full", "d64"),
-        Bug.no_wait("the epilogue stores O before it is complete", "epilogue", "outputs.full", "d64"),
+        Bug.no_wait("the epilogue reads sums before they are there", "epilogue", "stats.full"),
+        Bug.no_wait("the epilogue stores O before it is complete", "epilogue", "outputs.full"),
         Bug(
             "the epilogue overwrites a piece of O in shared memory that TMA still reads",
             find("epilogue", "cp.async.bulk.wait_group", having=r"\b1;").left_out(),
-            "d64",
-            "stores",
+            lags="stores",
         ),
         Bug(
             "the CTA ends while TMA still reads its shared memory",
             find("epilogue", "cp.async.bulk.wait_group", having=r"\b0;").left_out(),
-            "d64",
-            "stores",
+            lags="stores",
         ),
         Bug(
             "the place of Q is given back while TMA still reads O from it",
@@ -81,7 +79,7 @@ FORWARD: Bugs = {
         ),
         Bug.no_wait("K is loaded over K that products still read", "producer", "k.empty", "long"),
         Bug.no_wait("V is loaded over V that products still read", "producer", "v.empty", "long"),
-        Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", "d64", count=2),
+        Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", count=2),
         Bug.no_wait(
             "a tile is published in the place of one that is still worked on",
             "producer",
@@ -92,23 +90,21 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full", "d64", count=2),
-        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty", "d64"),
-        Bug.wrong_phase("softmax is a phase late with scores", "softmax", "scores.full", "d64"),
-        Bug.wrong_phase("the epilogue is a phase late with O", "epilogue", "outputs.full", "d64"),
+        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full", count=2),
+        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty"),
+        Bug.wrong_phase("softmax is a phase late with scores", "softmax", "scores.full"),
+        Bug.wrong_phase("the epilogue is a phase late with O", "epilogue", "outputs.full"),
     ),
     "wrong stage": (
         Bug(
             "K is put a stage further than products read it",
             find("producer", "cp.async.bulk.tensor", barrier="k.full").further(0, 16384),
-            "d64",
         ),
-        Bug("products read V of the neighbouring stage", _OF_O.flipped("b", 16384 >> 4), "d64"),
-        Bug("scores of the first part are signalled to the second", commits("scores.full+0").further(0, 8), "d64"),
+        Bug("products read V of the neighbouring stage", _OF_O.flipped("b", 16384 >> 4)),
+        Bug("scores of the first part are signalled to the second", commits("scores.full+0").further(0, 8)),
         Bug(
             "outputs that are begun give back a stage of K instead of V",
             commits("v.empty", 2).at_other_barrier(0, "v.empty", "k.empty"),
-            "d64",
         ),
     ),
     "wrong descriptor": (
@@ -140,7 +136,7 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong count": (
-        Bug.counted_short("P is said to be stored when three of four warps have stored it", "scores.empty", 1, "d64"),
+        Bug.counted_short("P is said to be stored when three of four warps have stored it", "scores.empty", 1),
         Bug.counted_short(
             "a tile's place is said to be free when all but one warp have read it",
             "tiles.empty",
@@ -149,12 +145,12 @@ FORWARD: Bugs = {
             "epilogue",
         ),
         Bug.counted_short("the place of Q is said to be free before O has left it", "q.empty", 1, "d192", "stores"),
-        Bug.all_arrive("all threads of a warp arrive for it", "softmax", "scores.empty", "d64"),
-        Bug("an arrival counts twice", arrivals("epilogue", "outputs.empty").ending_with(2), "d64", lint="arrivals"),
+        Bug.all_arrive("all threads of a warp arrive for it", "softmax", "scores.empty"),
+        Bug("an arrival counts twice", arrivals("epilogue", "outputs.empty").ending_with(2), lint="arrivals"),
     ),
     "missing arrival": (
-        Bug("softmax does not say that its sums are there", arrivals("softmax", "stats.full").left_out(), "d64"),
-        Bug.no_commit("complete scores are not signalled", "scores.full", "d64", count=2),
+        Bug("softmax does not say that its sums are there", arrivals("softmax", "stats.full").left_out()),
+        Bug.no_commit("complete scores are not signalled", "scores.full", count=2),
         Bug.no_commit("the producer gets no signal that products are done with K", "k.empty", "long"),
     ),
     "wrong order": (
@@ -162,28 +158,24 @@ FORWARD: Bugs = {
         Bug(
             "a commit stands ahead of the last product that it is about",
             _OF_S[3].moved_behind(commits("scores.full+0")),
-            "d64",
-            "products",
+            lags="products",
         ),
         Bug(
             "Q is given back behind the first block of keys, not the last",
             commits("q.empty", 2).ahead("bra").ahead("bra").left_out(),
-            "d64",
         ),
         Bug(
             "tensor memory is freed while others may still read it",
             find("mma", "tcgen05.dealloc").ahead("bar.sync").left_out(),
-            "d64",
-            "epilogue",
+            lags="epilogue",
         ),
     ),
     "wrong bytes": (
-        Bug.wrong_bytes("half the bytes of K are expected", "k.full", 8192, "d64", "loads"),
-        Bug.no_bytes("no bytes of V are expected", "producer", "v.full", "d64", "loads", lint="expected-bytes"),
+        Bug.wrong_bytes("half the bytes of K are expected", "k.full", 8192, lags="loads"),
+        Bug.no_bytes("no bytes of V are expected", "producer", "v.full", lags="loads", lint="expected-bytes"),
         Bug(
             "Q signals the barrier of K",
             find("producer", "cp.async.bulk.tensor", 2, "q.full").at_other_barrier(2, "q.full", "k.full"),
-            "d64",
             lint="expected-bytes",
         ),
     ),
@@ -214,22 +206,20 @@ FORWARD: Bugs = {
         Bug.no_store_wait(
             "O that has been rescaled is handed over before it is in tensor memory",
             find("softmax", "tcgen05.st", 14)[-3],
-            "d64",
         ),
     ),
     "missing barrier": (
         Bug.no_warp_sync(
-            "a thread signals its warp's sums without waiting for the warp", arrivals("softmax", "stats.full"), "d64"
+            "a thread signals its warp's sums without waiting for the warp", arrivals("softmax", "stats.full")
         ),
-        Bug("a warp of the epilogue stores O that others have not written", _MEETINGS[1:].left_out(), "d64"),
+        Bug("a warp of the epilogue stores O that others have not written", _MEETINGS[1:].left_out()),
         Bug(
             "warps of the epilogue write to where the first one's TMA still reads",
             _MEETINGS[:1].left_out(),
-            "d64",
-            "stores",
+            lags="stores",
         ),
-        Bug("the epilogue takes the CTA's barrier for its own", _MEETINGS.rewritten(r"\b1,", "0,"), "d64"),
-        Bug("the epilogue's barrier waits for three of its four warps", _MEETINGS.rewritten("128", "96"), "d64"),
+        Bug("the epilogue takes the CTA's barrier for its own", _MEETINGS.rewritten(r"\b1,", "0,")),
+        Bug("the epilogue's barrier waits for three of its four warps", _MEETINGS.rewritten("128", "96")),
     ),
     "columns": Bug.columns_not_freed("one"),
     "registers": (
@@ -263,9 +253,8 @@ FORWARD: Bugs = {
         Bug(
             "a tile's first output is added to the last tile's, and later ones overwrite",
             _OF_O[::4].flipped("accumulates"),
-            "d64",
         ),
-        Bug.always_branches("O is not rescaled when row_max rises", _LOADS[-2], "d64"),
-        Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out(), "d64"),
+        Bug.always_branches("O is not rescaled when row_max rises", _LOADS[-2]),
+        Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out()),
     ),
 }

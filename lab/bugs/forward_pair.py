@@ -16,15 +16,14 @@ FORWARD_PAIR: Bugs = {
             "the second CTA's producer reads a tile before it is there",
             "second producer",
             "tiles.full",
-            "d256",
-            "first producer",
+            lags="first producer",
             count=2,
         ),
-        Bug.no_wait("scores are begun before K of both is there", "mma", "k.full", "d256"),
+        Bug.no_wait("scores are begun before K of both is there", "mma", "k.full"),
         Bug.no_wait("scores are begun before Q of both is there", "mma", "q.full", "tiles"),
-        Bug.no_wait("outputs are begun before V of both is there", "mma", "v.full", "d256", count=2),
+        Bug.no_wait("outputs are begun before V of both is there", "mma", "v.full", count=2),
         Bug.no_wait(
-            "outputs are begun before the second CTA's P is stored", "mma", "p.full", "d256", "second softmax", count=2
+            "outputs are begun before the second CTA's P is stored", "mma", "p.full", lags="second softmax", count=2
         ),
         Bug.no_wait(
             "outputs of the last keys are begun before the second CTA's P is stored",
@@ -75,8 +74,7 @@ FORWARD_PAIR: Bugs = {
             "the second CTA ends before the commit of the last V arrives there",
             "second producer",
             "v.empty",
-            "d256",
-            "arrivals",
+            lags="arrivals",
             count=3,
             which=slice(1, 3),
         ),
@@ -84,38 +82,35 @@ FORWARD_PAIR: Bugs = {
             "the second CTA ends before the commit of the last O that is added arrives there",
             "second softmax",
             "added.full",
-            "d256",
-            "arrivals",
+            lags="arrivals",
             count=4,
             which=slice(2, 4),
         ),
     ),
     "wrong phase": (
-        Bug.wrong_phase("the mma warp is a phase late with P", "mma", "p.full", "d256", count=2),
+        Bug.wrong_phase("the mma warp is a phase late with P", "mma", "p.full", count=2),
         Bug.wrong_phase(
             "softmax waits for the next output to be added", "softmax", "added.full", "rising", count=4, which=1
         ),
     ),
     "wrong place": (
-        Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES), "d256"),
+        Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES)),
         Bug(
             "both CTAs load the first columns of V",
             both(_LOADS_OF_V[:1].rewritten(r"\{%r\d+", "{0"), _LOADS_OF_V[1:].rewritten(r"\{%r\d+", "{64")),
-            "d256",
         ),
-        Bug("groups of 8 keys of K are looked for at half their distance", _OF_S.flipped("b.stride", 0x60), "d256"),
+        Bug("groups of 8 keys of K are looked for at half their distance", _OF_S.flipped("b.stride", 0x60)),
         Bug(
             "the second 64 of a CTA's columns of V are looked for at the place of the first",
             _OF_O.flipped("b.leading", 0x400),
-            "d256",
         ),
-        Bug("products of scores are said to have the keys of one CTA", _OF_S.flipped("columns", 16 ^ 8), "d256"),
-        Bug("products of outputs are said to have the queries of one CTA", _OF_O.flipped("rows", 16 ^ 8), "d256"),
-        Bug("scores take the place of the other block's", _OF_S.flipped("target", 128), "d256"),
-        Bug("products read P where there are scores", _OF_O.flipped("a", 64), "d256"),
+        Bug("products of scores are said to have the keys of one CTA", _OF_S.flipped("columns", 16 ^ 8)),
+        Bug("products of outputs are said to have the queries of one CTA", _OF_O.flipped("rows", 16 ^ 8)),
+        Bug("scores take the place of the other block's", _OF_S.flipped("target", 128)),
+        Bug("products read P where there are scores", _OF_O.flipped("a", 64)),
     ),
     "wrong count": (
-        Bug.counted_short("P is said to be there when one CTA has stored it", "p.full", 4, "d256", "second softmax"),
+        Bug.counted_short("P is said to be there when one CTA has stored it", "p.full", 4, lags="second softmax"),
         Bug.counted_short(
             "O is said to be read when one CTA has read it", "outputs.empty", 4, "tiles", "second epilogue"
         ),
@@ -131,15 +126,14 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "wrong CTA": (
-        Bug("complete scores are not signalled to the second CTA", commits("scores.full").flipped("ctas", 2), "d256"),
-        Bug("complete O is not signalled to the second CTA", commits("outputs.full", 2).flipped("ctas", 2), "d256"),
+        Bug("complete scores are not signalled to the second CTA", commits("scores.full").flipped("ctas", 2)),
+        Bug("complete O is not signalled to the second CTA", commits("outputs.full", 2).flipped("ctas", 2)),
         Bug("the second CTA's place of K is not given back", commits("k.empty").flipped("ctas", 2), "blocks"),
         Bug("the second CTA's place of Q is not given back", commits("q.empty").flipped("ctas", 2), "tiles"),
         Bug("added outputs are not signalled to the second CTA", commits("added.full", 2).flipped("ctas", 2), "rising"),
         Bug(
             "P is signalled to the second CTA, not to the leader",
             arrivals("softmax", "p.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
-            "d256",
             lint="arrivals",
         ),
         Bug(
@@ -148,37 +142,33 @@ FORWARD_PAIR: Bugs = {
             "tiles",
             lint="arrivals",
         ),
-        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "d256", lint="expected-bytes"),
+        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), lint="expected-bytes"),
     ),
     "wrong bytes": (
-        Bug.wrong_bytes("the bytes of one CTA's K are expected", "k.full", 32768, "d256"),
-        Bug.no_bytes("what a tile is is not expected", "second producer", "tiles.full", "d256", count=2),
+        Bug.wrong_bytes("the bytes of one CTA's K are expected", "k.full", 32768),
+        Bug.no_bytes("what a tile is is not expected", "second producer", "tiles.full", count=2),
     ),
     "missing fence": (
         Bug.no_proxy_fence(
-            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async"), "d256"
+            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async")
         ),
         Bug(
             "a tile's fields are given back while they are read",
             arrivals("second softmax", "tiles.empty").ahead("fence.proxy.async").left_out(),
             "tiles",
         ),
-        Bug.no_fence_before(
-            "the stores of P and their arrival in the other CTA", arrivals("softmax", "scores.empty"), "d256"
-        ),
+        Bug.no_fence_before("the stores of P and their arrival in the other CTA", arrivals("softmax", "scores.empty")),
     ),
     "missing barrier": (
         Bug(
             "the CTAs do not meet before the one arrives at the other's barriers",
             meetings("softmax")[:2].left_out(),
-            "d256",
-            "second",
+            lags="second",
         ),
         Bug(
             "a CTA ends, and frees tensor memory, while the other still works",
             meetings("softmax")[2:].left_out(),
-            "d256",
-            "first",
+            lags="first",
         ),
     ),
 }

@@ -8,11 +8,11 @@ _READ = find("storing", "cp.async.bulk.wait_group.read", 4)
 
 HOPPER_FORWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full", "long", count=3),
-        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", "long", count=2),
+        Bug.no_wait("scores are begun before K is there", "mma", "k.full", count=3),
+        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", count=2),
         Bug.no_wait("a bias is read before it is there", "mma", "bias.full", "bias", count=2),
-        Bug("scores are read while they are computed", _WAITS[0].left_out(), "long"),
-        Bug("O is rescaled while a product adds to it", _WAITS[2].left_out(), "long"),
+        Bug("scores are read while they are computed", _WAITS[0].left_out()),
+        Bug("O is rescaled while a product adds to it", _WAITS[2].left_out()),
         Bug(
             "O's place is written before TMA has read it",
             find("mma", "cp.async.bulk.wait_group", 2)[0].left_out(),
@@ -21,7 +21,7 @@ HOPPER_FORWARD: Bugs = {
         ),
     ),
     "missing fence": (
-        Bug("scores and P have no fence of registers", _FENCES[1].left_out(), "long"),
+        Bug("scores and P have no fence of registers", _FENCES[1].left_out()),
         Bug.no_proxy_fence(
             "O is stored in shared memory without a proxy fence", find("mma", "fence.proxy.async"), "tiles"
         ),
@@ -32,29 +32,28 @@ HOPPER_FORWARD: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug.wrong_phase("K's producer waits for the other phase", "producer", "k.empty", "long"),
-        Bug.wrong_phase("V is awaited in the other phase", "mma", "v.full", "long", count=2),
+        Bug.wrong_phase("K's producer waits for the other phase", "producer", "k.empty"),
+        Bug.wrong_phase("V is awaited in the other phase", "mma", "v.full", count=2),
     ),
     "wrong count": (
-        Bug("a warp fewer releases K", uncounted("k.empty", 1), "long"),
+        Bug("a warp fewer releases K", uncounted("k.empty", 1)),
         Bug("a warp fewer releases a bias", uncounted("bias.empty", 1), "bias"),
     ),
     "wrong descriptor": (
         Bug(
             "groups of eight keys are further apart",
             find("mma", "wgmma.mma_async", 16, having=r"n128k16")[:4].flipped("b.stride", 1),
-            "long",
         ),
     ),
 }
 
 HOPPER_BACKWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", "steps"),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full", "steps"),
-        Bug.no_wait("dQ is begun before all of dS is there", "mma", "ds.full", "steps", "mma:4", count=2),
-        Bug("dP is read while it is computed", _WAITS[1].left_out(), "steps"),
-        Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), "steps", "stores"),
+        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
+        Bug.no_wait("dP is begun before dO is there", "mma", "do.full"),
+        Bug.no_wait("dQ is begun before all of dS is there", "mma", "ds.full", lags="mma:4", count=2),
+        Bug("dP is read while it is computed", _WAITS[1].left_out()),
+        Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), lags="stores"),
         Bug(
             "a turn is passed on before dQ is added",
             find("storing", "cp.async.bulk.wait_group", 2, having=r"group\s").left_out(),
@@ -70,34 +69,27 @@ HOPPER_BACKWARD: Bugs = {
         Bug.no_wait("a tile is signalled before it is there", "filling", "tiles.full", "turns", "loads"),
     ),
     "missing fence": (
-        Bug.no_proxy_fence(
-            "dS is stored without a proxy fence", arrivals("mma", "ds.full").ahead("fence.proxy.async"), "steps"
-        ),
+        Bug.no_proxy_fence("dS is stored without a proxy fence", arrivals("mma", "ds.full").ahead("fence.proxy.async")),
     ),
-    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "producer", "q.empty", "steps"),),
-    "wrong count": (Bug("a warp fewer releases Q", uncounted("q.empty", 1), "steps", "warpgroups"),),
+    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "producer", "q.empty"),),
+    "wrong count": (Bug("a warp fewer releases Q", uncounted("q.empty", 1), lags="warpgroups"),),
 }
 
 HOPPER_CLUSTER: Bugs = {
     "missing wait": (
-        Bug.no_wait("dQ is begun before the other CTA's dS is there", "sums", "ds.full", "steps"),
-        Bug.no_wait("dS is sent where dQ still reads it", "gradients", "ds.empty", "steps"),
-        Bug.no_wait("P is read before it is stored", "gradients", "p.full", "steps"),
+        Bug.no_wait("dQ is begun before the other CTA's dS is there", "sums", "ds.full"),
+        Bug.no_wait("dS is sent where dQ still reads it", "gradients", "ds.empty"),
+        Bug.no_wait("P is read before it is stored", "gradients", "p.full"),
         Bug(
             "a CTA ends while the other one reaches it",
             find("sums", "barrier.cluster", 4)[2:].left_out(),
-            "steps",
-            "second gradients",
+            lags="second gradients",
         ),
     ),
     "missing fence": (
-        Bug.no_proxy_fence("dS is sent without a proxy fence", find("gradients", "fence.proxy.async", 2)[0], "steps"),
-        Bug(
-            "lse is released while it is read",
-            arrivals("scores", "q.empty").ahead("fence.proxy.async").left_out(),
-            "steps",
-        ),
+        Bug.no_proxy_fence("dS is sent without a proxy fence", find("gradients", "fence.proxy.async", 2)[0]),
+        Bug("lse is released while it is read", arrivals("scores", "q.empty").ahead("fence.proxy.async").left_out()),
     ),
-    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "q_producer", "q.empty", "steps"),),
-    "wrong count": (Bug("a warp fewer releases dO", uncounted("do.empty", 1, "q_producer"), "steps", "gradients:3"),),
+    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "q_producer", "q.empty"),),
+    "wrong count": (Bug("a warp fewer releases dO", uncounted("do.empty", 1, "q_producer"), lags="gradients:3"),),
 }

@@ -13,15 +13,15 @@ _PUBLISHED = find("producer", "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 
 LISTS: Bugs = {
-    "missing wait": (Bug.no_wait("softmax reads an entry before it is there", "softmax", "entries.full", "lists"),),
+    "missing wait": (Bug.no_wait("softmax reads an entry before it is there", "softmax", "entries.full"),),
     "wrong phase": (
-        Bug.wrong_phase("softmax is a phase late with entries", "softmax", "entries.full", "lists"),
+        Bug.wrong_phase("softmax is a phase late with entries", "softmax", "entries.full"),
         Bug.wrong_phase("the mma warp reads the last phase's entries", "mma", "entries.full", "many"),
-        Bug.wrong_phase("the producer waits as if stages began full", "producer", "entries.empty", "lists"),
+        Bug.wrong_phase("the producer waits as if stages began full", "producer", "entries.empty"),
     ),
     "wrong stage": (
-        Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12), "lists"),
-        Bug("the parts' entries change places", _PUBLISHED[1].further(0, 4), "lists"),
+        Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12)),
+        Bug("the parts' entries change places", _PUBLISHED[1].further(0, 4)),
     ),
     "wrong count": (
         Bug(
@@ -36,41 +36,33 @@ LISTS: Bugs = {
     "missing arrival": (
         Bug.no_arrival("the mma warp does not give entries back", "mma", "entries.empty", "many"),
         Bug.no_arrival("softmax does not give entries back", "softmax", "entries.empty", "many"),
-        Bug.no_arrival("an entry is not published", "producer", "entries.full", "lists"),
+        Bug.no_arrival("an entry is not published", "producer", "entries.full"),
         Bug(
             "softmax does not hand over the part of P that it leaves out",
             arrivals("softmax", "p.full", 3)[2].left_out(),
-            "lists",
         ),
     ),
     "list": (
-        Bug(
-            "a window does not say which entries it has had",
-            (_NEXT_ENTRIES[2:4] + _NEXT_ENTRIES[6:]).left_out(),
-            "lists",
-        ),
+        Bug("a window does not say which entries it has had", (_NEXT_ENTRIES[2:4] + _NEXT_ENTRIES[6:]).left_out()),
     ),
     "left out": (
         Bug(
             "scores of a block are left out though its part sees it",
             find("mma", "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd").left_out(),
-            "lists",
         ),
         Bug(
             "outputs of a block are not left out though their part does not see it",
             find("mma", "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
-            "lists",
         ),
         Bug(
             "softmax computes P of scores that were left out",
             find("softmax", "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
-            "lists",
         ),
         Bug(
             "what stands where nothing was multiplied is not left out of O",
             find("epilogue", "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
             "blind",
         ),
-        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped("accumulates"), "lists"),
+        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped("accumulates")),
     ),
 }

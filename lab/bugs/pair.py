@@ -16,28 +16,26 @@ PAIR: Bugs = {
             "the second CTA's producer reads a tile before it is there",
             "second producer",
             "tiles.full",
-            "one",
-            "first producer",
+            lags="first producer",
         ),
         Bug.no_wait("scores are begun before K is there", "mma", "k.full", "d128"),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", "one"),
+        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
         Bug.no_wait("dP is begun before V is there", "mma", "v.full", "d128"),
         Bug.no_wait("dP is begun before dO is there", "mma", "do.full", "steps"),
         Bug.no_wait("dV is begun before dO by columns is there", "mma", "do_columns.full", "d128", count=2),
         Bug.no_wait("dK is begun before Q by columns is there", "mma", "q_columns.full", "d128", count=2),
-        Bug.no_wait("dQ is begun before K by columns is there", "mma", "k_columns.full", "one", "producer", count=2),
-        Bug.no_wait("dV is begun before P is stored", "mma", "p.full", "one", count=2),
-        Bug.no_wait("dK is begun before dS is stored", "mma", "dp.empty", "one", count=2),
-        Bug.no_wait("dQ is begun before the second CTA's dS has come", "mma", "exchange.full", "one", count=2),
+        Bug.no_wait("dQ is begun before K by columns is there", "mma", "k_columns.full", lags="producer", count=2),
+        Bug.no_wait("dV is begun before P is stored", "mma", "p.full", count=2),
+        Bug.no_wait("dK is begun before dS is stored", "mma", "dp.empty", count=2),
+        Bug.no_wait("dQ is begun before the second CTA's dS has come", "mma", "exchange.full", count=2),
         Bug.no_wait(
             "dQ is begun before the leader's dS has come to the second CTA",
             "mma",
             "exchange.empty",
-            "one",
-            "loads",
+            lags="loads",
             count=2,
         ),
-        Bug.no_wait("the second CTA passes on dS that has not come", "second mma", "exchange.full", "one"),
+        Bug.no_wait("the second CTA passes on dS that has not come", "second mma", "exchange.full"),
         Bug.no_wait("dQ overwrites scores that compute warps have not read", "mma", "scores.empty", "steps"),
         Bug.no_wait(
             "scores overwrite the last step's dQ, which drain warps have not read",
@@ -86,84 +84,72 @@ PAIR: Bugs = {
     ),
     "wrong phase": (
         Bug.wrong_phase(
-            "the mma warp waits for the phase of the exchange that is over", "mma", "exchange.full", "one", count=2
+            "the mma warp waits for the phase of the exchange that is over", "mma", "exchange.full", count=2
         ),
         Bug.wrong_phase("the second CTA passes on the last step's dS", "second mma", "exchange.full", "d128"),
-        Bug.wrong_phase("compute warps are a phase late with dQ", "compute", "dq.full", "one"),
+        Bug.wrong_phase("compute warps are a phase late with dQ", "compute", "dq.full"),
     ),
     "wrong place": (
-        Bug("dS is sent to the next warp's place", _SENT.further(0, 4096), "one"),
-        Bug("dS is sent to the CTA that it comes from", _SENT.ahead("mapa").ahead("mapa").flipped("rank"), "one"),
+        Bug("dS is sent to the next warp's place", _SENT.further(0, 4096)),
+        Bug("dS is sent to the CTA that it comes from", _SENT.ahead("mapa").ahead("mapa").flipped("rank")),
         Bug(
             "keys of the second CTA, by columns, are put where those of the first are",
             find("producer", "cp.async.bulk.tensor", 2, "k_columns.full")[1].further(0, -16384),
-            "one",
         ),
         Bug(
             "both CTAs load the first columns of dO",
             find("producer", "cp.async.bulk.tensor", barrier="do_columns.full").rewritten(r"\{%r\d+", "{0"),
-            "one",
         ),
-        Bug(
-            "a descriptor of Q by columns has half the distance of groups of 8 rows",
-            _OF_DK.flipped("b.stride", 0x60),
-            "one",
-        ),
-        Bug("products of dQ are said to have the queries of one CTA", _OF_DQ.flipped("rows", 16 ^ 8), "one"),
-        Bug("scores take the place of dV", _OF_S.flipped("target", 128), "one"),
-        Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped("a", 64), "one"),
+        Bug("a descriptor of Q by columns has half the distance of groups of 8 rows", _OF_DK.flipped("b.stride", 0x60)),
+        Bug("products of dQ are said to have the queries of one CTA", _OF_DQ.flipped("rows", 16 ^ 8)),
+        Bug("scores take the place of dV", _OF_S.flipped("target", 128)),
+        Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped("a", 64)),
     ),
     "wrong count": (
-        Bug.counted_short("P is said to be there when one CTA has stored it", "p.full", 8, "one", "second compute"),
+        Bug.counted_short("P is said to be there when one CTA has stored it", "p.full", 8, lags="second compute"),
         Bug.counted_short(
             "a tile's place is said to be free when one CTA has read it", "tiles.empty", 16, "tiles", "adding"
         ),
         Bug.counted_short("dS is said to have come when three of four warps have sent it", "exchange.full", 1, "d128"),
     ),
     "wrong CTA": (
-        Bug("complete scores are not signalled to the second CTA", commits("scores.full").flipped("ctas", 2), "one"),
+        Bug("complete scores are not signalled to the second CTA", commits("scores.full").flipped("ctas", 2)),
         Bug("the second CTA's place of Q is not given back", commits("q.empty").flipped("ctas", 2), "steps"),
         Bug.no_arrival("the leader gets no signal that scores are read", "compute", "scores.empty", "steps"),
         Bug.no_arrival(
-            "the second CTA's mma warp does not signal to the leader that dS has come",
-            "second mma",
-            "exchange.empty",
-            "one",
+            "the second CTA's mma warp does not signal to the leader that dS has come", "second mma", "exchange.empty"
         ),
         Bug(
             "the second CTA's mma warp signals to itself",
             find("second mma", "mapa", 2)[0].rewritten(", 0;", ", 1;"),
-            "one",
             lint="arrivals",
         ),
-        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "one", lint="expected-bytes"),
+        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), lint="expected-bytes"),
     ),
     "wrong bytes": (
-        Bug.wrong_bytes("the bytes of one CTA's Q are expected", "q.full", 16384, "one"),
-        Bug("half of a warp's dS is sent", _SENT.rewritten(r", %r\d+, \[barrier\]", ", 2048, [barrier]"), "one"),
-        Bug.no_bytes("what a tile is is not expected", "second producer", "tiles.full", "one", count=2),
+        Bug.wrong_bytes("the bytes of one CTA's Q are expected", "q.full", 16384),
+        Bug("half of a warp's dS is sent", _SENT.rewritten(r", %r\d+, \[barrier\]", ", 2048, [barrier]")),
+        Bug.no_bytes("what a tile is is not expected", "second producer", "tiles.full", count=2),
     ),
     "missing fence": (
-        Bug.no_proxy_fence("dS is sent without fence.proxy.async", _SENT.ahead("fence.proxy.async"), "one"),
+        Bug.no_proxy_fence("dS is sent without fence.proxy.async", _SENT.ahead("fence.proxy.async")),
         Bug.no_proxy_fence(
-            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async"), "one"
+            "what a tile is is sent without fence.proxy.async", PUBLISHED[:1].ahead("fence.proxy.async")
         ),
     ),
     "missing barrier": (
-        Bug.no_warp_sync("a thread sends its warp's dS without waiting for the warp", _SENT, "one"),
+        Bug.no_warp_sync("a thread sends its warp's dS without waiting for the warp", _SENT),
         Bug(
             "the CTAs do not meet before the one arrives at the other's barriers",
             meetings("drain")[:2].left_out(),
-            "one",
-            "second",
+            lags="second",
         ),
-        Bug("a CTA ends while the other still writes to it", meetings("drain")[2:].left_out(), "one", "first"),
+        Bug("a CTA ends while the other still writes to it", meetings("drain")[2:].left_out(), lags="first"),
     ),
     "memory order": (
         Bug(
             "compute warps arrive at the leader's barriers at the scope of the CTA",
             find("second compute", "mbarrier.arrive.release.cluster", 6)[:1].rewritten(r"\.release\.cluster", ""),
-            "one",
             lint="scope",
             shows=False,
         ),
@@ -172,14 +158,12 @@ PAIR: Bugs = {
         Bug(
             "a warp arrives at the other CTA's barrier behind the last meeting",
             find("drain", "mbarrier.arrive.release.cluster", 2)[1].moved_behind(meetings("drain")[3]),
-            "one",
             lint="cluster",
             shows=False,
         ),
         Bug(
             "a warp arrives at the other CTA's barrier ahead of the first meeting",
             meetings("drain")[1].moved_behind(meetings("drain")[2]),
-            "one",
             lint="cluster",
             shows=False,
         ),

@@ -20,7 +20,7 @@ class Bug(NamedTuple):
 
     text: str  # what is wrong
     plant: Change
-    call: str  # that shows it, by its name
+    call: str = ""  # that shows it, by its name; "": the kernel's first
     lags: str = ""  # an engine or a role that is to lag for it to show; "": who arrives where a wait is left out
     lint: str = ""  # the rule that finds it; "": none
     shows: bool = True  # whether the call ends in a fault, in a deadlock or with wrong numbers
@@ -46,94 +46,94 @@ class Bug(NamedTuple):
 
     @staticmethod
     def no_wait(
-        text: str, by: str, barrier: str, call: str, lags: str = "", *, count: int = 1, which: int | slice = _EACH
+        text: str, by: str, barrier: str, call: str = "", lags: str = "", *, count: int = 1, which: int | slice = _EACH
     ) -> "Bug":
         """A warp does not wait for an mbarrier, in some or each of ``count`` places."""
         return Bug(text, waits(by, barrier, count)[which].left_out(), call, lags)
 
     @staticmethod
     def wrong_phase(
-        text: str, by: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH
+        text: str, by: str, barrier: str, call: str = "", *, count: int = 1, which: int | slice = _EACH
     ) -> "Bug":
         """A warp waits for an mbarrier's other phase, in some or each of ``count`` places."""
         return Bug(text, waits(by, barrier, count)[which].flipped("parity"), call)
 
     @staticmethod
-    def no_arrival(text: str, by: str, barrier: str, call: str, *, count: int = 1) -> "Bug":
+    def no_arrival(text: str, by: str, barrier: str, call: str = "", *, count: int = 1) -> "Bug":
         """Threads of a warp do not arrive at an mbarrier, in each of ``count`` places."""
         return Bug(text, arrivals(by, barrier, count).left_out(), call, lint="arrivals")
 
     @staticmethod
     def no_commit(
-        text: str, barrier: str, call: str, *, count: int = 1, which: int | slice = _EACH, lint: str = ""
+        text: str, barrier: str, call: str = "", *, count: int = 1, which: int | slice = _EACH, lint: str = ""
     ) -> "Bug":
         """Products do not arrive at an mbarrier when they are done, in some or each of ``count`` places."""
         return Bug(f"{text}: there is no commit", commits(barrier, count)[which].left_out(), call, lint=lint)
 
     @staticmethod
-    def all_arrive(text: str, by: str, barrier: str, call: str) -> "Bug":
+    def all_arrive(text: str, by: str, barrier: str, call: str = "") -> "Bug":
         """All threads of a warp arrive at an mbarrier, not the elected one alone."""
         return Bug(text, arrivals(by, barrier).ahead("bra").left_out(), call, lint="arrivals")
 
     @staticmethod
-    def counted_short(text: str, barrier: str, number: int, call: str, lags: str = "") -> "Bug":
+    def counted_short(text: str, barrier: str, number: int, call: str = "", lags: str = "") -> "Bug":
         """An mbarrier counts so many arrivals too few."""
         return Bug(text, uncounted(barrier, number), call, lags, lint="arrivals")
 
     @staticmethod
-    def no_fence_before(between: str, arrival: Found, call: str) -> "Bug":
+    def no_fence_before(between: str, arrival: Found, call: str = "") -> "Bug":
         """No fence of tensor memory ahead of an arrival."""
         left_out = arrival.ahead("tcgen05.fence::before").left_out()
         text = f"no tcgen05.fence::before_thread_sync between {between}"
         return Bug(text, left_out, call, lint="fence-before", shows=False)
 
     @staticmethod
-    def no_fence_after(between: str, wait: Found, call: str) -> "Bug":
+    def no_fence_after(between: str, wait: Found, call: str = "") -> "Bug":
         """No fence of tensor memory behind a wait."""
         left_out = wait.behind("tcgen05.fence::after").left_out()
         text = f"no tcgen05.fence::after_thread_sync between {between}"
         return Bug(text, left_out, call, lint="fence-after", shows=False)
 
     @staticmethod
-    def no_load_wait(text: str, load: Found, call: str) -> "Bug":
+    def no_load_wait(text: str, load: Found, call: str = "") -> "Bug":
         """No wait behind a load from tensor memory."""
         return Bug(text, load.behind("tcgen05.wait::ld").left_out(), call, lint="load-wait")
 
     @staticmethod
-    def no_store_wait(text: str, store: Found, call: str, lags: str = "") -> "Bug":
+    def no_store_wait(text: str, store: Found, call: str = "", lags: str = "") -> "Bug":
         """No wait behind a store to tensor memory."""
         return Bug(text, store.behind("tcgen05.wait::st").left_out(), call, lags, lint="store-wait")
 
     @staticmethod
-    def no_warp_sync(text: str, signal: Found, call: str) -> "Bug":
+    def no_warp_sync(text: str, signal: Found, call: str = "") -> "Bug":
         """An elected thread does not wait for its warp ahead of an arrival or a copy."""
         return Bug(text, signal.ahead("bar.warp.sync").left_out(), call, lint="warp", shows=False)
 
     @staticmethod
-    def always_branches(text: str, behind: Found, call: str) -> "Bug":
+    def always_branches(text: str, behind: Found, call: str = "") -> "Bug":
         """The branch ahead of an instruction is always taken."""
         return Bug(text, behind.ahead("bra").rewritten(r"@%p\d+ ", ""), call)
 
     @staticmethod
-    def wrong_bytes(text: str, barrier: str, number: int, call: str, lags: str = "") -> "Bug":
+    def wrong_bytes(text: str, barrier: str, number: int, call: str = "", lags: str = "") -> "Bug":
         """The producer expects another number of bytes at an mbarrier than TMA loads."""
         return Bug(text, arrivals("producer", barrier).ending_with(number), call, lags)
 
     @staticmethod
     def no_bytes(
-        text: str, by: str, barrier: str, call: str, lags: str = "", *, count: int = 1, lint: str = ""
+        text: str, by: str, barrier: str, call: str = "", lags: str = "", *, count: int = 1, lint: str = ""
     ) -> "Bug":
         """A warp arrives at an mbarrier and expects no bytes, in each of ``count`` places."""
         without = arrivals(by, barrier, count).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;")
         return Bug(text, without, call, lags, lint=lint)
 
     @staticmethod
-    def no_proxy_fence(text: str, fence: Found, call: str) -> "Bug":
+    def no_proxy_fence(text: str, fence: Found, call: str = "") -> "Bug":
         """No fence between accesses to shared memory by threads and by TMA or tensor cores."""
         return Bug(text, fence.left_out(), call, lint="proxy")
 
     @staticmethod
-    def columns_not_freed(call: str) -> tuple["Bug", ...]:
+    def columns_not_freed(call: str = "") -> tuple["Bug", ...]:
         """Columns of tensor memory that are allocated, and not freed or too few."""
         fewer = [find("mma", f"tcgen05.{x}").ahead("mov.b32").rewritten("512", "256") for x in ("alloc", "dealloc")]
         return (
@@ -143,7 +143,7 @@ class Bug(NamedTuple):
         )
 
     @staticmethod
-    def wrong_registers(text: str, by: str, number: int, other: int, call: str) -> "Bug":
+    def wrong_registers(text: str, by: str, number: int, other: int, call: str = "") -> "Bug":
         """A warp asks for another number of registers per thread."""
         change = find(by, "setmaxnreg").rewritten(str(number), str(other))
         return Bug(text, change, call, lint="registers")

@@ -11,10 +11,10 @@ _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
 
 TWO_PASS: Bugs = {
     "missing wait": (
-        Bug.no_wait("dP is begun before V is there", "mma", "v.full", "one"),
-        Bug.no_wait("V is loaded over dV that TMA still reads", "producer", "v.empty", "one", "stores"),
-        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty", "one", count=2, which=0),
-        Bug.no_wait("dK is begun before dS is stored", "mma", "scores.empty", "one", count=2, which=1),
+        Bug.no_wait("dP is begun before V is there", "mma", "v.full"),
+        Bug.no_wait("V is loaded over dV that TMA still reads", "producer", "v.empty", lags="stores"),
+        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty", count=2, which=0),
+        Bug.no_wait("dK is begun before dS is stored", "mma", "scores.empty", count=2, which=1),
         Bug.no_wait(
             "dQ overwrites the last step's, which drain warps have not read", "mma", "dq.empty", "steps", count=2
         ),
@@ -22,37 +22,33 @@ TWO_PASS: Bugs = {
             "Q is loaded over Q that products still read", "producer", "q.empty", "d256", "products", count=2, which=1
         ),
         Bug.no_wait("dO is loaded over dO that dP still reads", "producer", "do.empty", "d256", count=2, which=1),
-        Bug.no_wait(
-            "the second pass reads scores that are not complete", "compute", "scores.full", "one", count=3, which=1
-        ),
-        Bug.no_wait("drain warps read the second part of dQ before it is complete", "drain", "dq.full+1", "one"),
+        Bug.no_wait("the second pass reads scores that are not complete", "compute", "scores.full", count=3, which=1),
+        Bug.no_wait("drain warps read the second part of dQ before it is complete", "drain", "dq.full+1"),
     ),
     "wrong phase": (
-        Bug.wrong_phase(
-            "the second pass is a phase late with scores", "compute", "scores.full", "one", count=3, which=1
-        ),
-        Bug.wrong_phase("the producer waits for the last tile's dV", "producer", "v.empty", "one"),
+        Bug.wrong_phase("the second pass is a phase late with scores", "compute", "scores.full", count=3, which=1),
+        Bug.wrong_phase("the producer waits for the last tile's dV", "producer", "v.empty"),
     ),
     "wrong column": (
-        Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped("target", 320), "one"),
-        Bug("dP takes the place of dQ", _OF_DP.flipped("target", 320 ^ 384), "one"),
-        Bug("the parts of dQ change places", _OF_DQ.flipped("target", 384 ^ 448), "one"),
-        Bug("dV takes P from the other place", _OF_DV.flipped("a", 320), "one"),
+        Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped("target", 320)),
+        Bug("dP takes the place of dQ", _OF_DP.flipped("target", 320 ^ 384)),
+        Bug("the parts of dQ change places", _OF_DQ.flipped("target", 384 ^ 448)),
+        Bug("dV takes P from the other place", _OF_DV.flipped("a", 320)),
     ),
     "missing arrival": (
-        Bug("the first pass does not give lse back", arrivals("compute", "q.empty", 2)[0].left_out(), "one"),
+        Bug("the first pass does not give lse back", arrivals("compute", "q.empty", 2)[0].left_out()),
         Bug(
             "the second pass does not give lse and delta back", arrivals("compute", "q.empty", 2)[1].left_out(), "d256"
         ),
-        Bug.no_arrival("dV does not give back the place of V", "compute", "v.empty", "one"),
-        Bug.no_commit("complete dP is not signalled", "scores.full", "one", count=3, which=1),
-        Bug.no_commit("scores of the first pass do not give Q back", "q.empty", "one", count=2, which=0),
+        Bug.no_arrival("dV does not give back the place of V", "compute", "v.empty"),
+        Bug.no_commit("complete dP is not signalled", "scores.full", count=3, which=1),
+        Bug.no_commit("scores of the first pass do not give Q back", "q.empty", count=2, which=0),
     ),
     "wrong order": (
-        Bug("dQ is signalled ahead of its last product", _OF_DQ[7].moved_behind(commits("dq.full+1")), "one", "mma"),
+        Bug("dQ is signalled ahead of its last product", _OF_DQ[7].moved_behind(commits("dq.full+1")), lags="mma"),
     ),
     "dropped predicate": (
-        Bug("the second pass's dK is added to dV", _OF_DK[0].flipped("accumulates"), "one"),
+        Bug("the second pass's dK is added to dV", _OF_DK[0].flipped("accumulates")),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped("accumulates"), "tiles"),
     ),
     "list": (
@@ -70,14 +66,12 @@ TWO_PASS: Bugs = {
         Bug(
             "the second 64 columns of K are looked for at the place of the first, for dQ",
             _OF_DQ.flipped("a.leading", 0x400),
-            "one",
         ),
     ),
     "missing fence": (
         Bug.no_proxy_fence(
             "dS in shared memory is multiplied without fence.proxy.async",
             arrivals("compute", "scores.empty", 3)[2].ahead("fence.proxy.async"),
-            "one",
         ),
         Bug(
             "the first pass gives lse back while it is read",

@@ -99,14 +99,12 @@ def _shift(s: Statement) -> Effect:
     return s.compute(s.operands, [kind, "u32"], shift)
 
 
-def _funnel(low: Array, high: Array, count: Array) -> Array:
-    both = high.astype(np.uint64) << np.uint64(32) | low
-    return ((both << (count & 31).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+def _funnel(*, is_left: bool) -> Callable[[Array, Array, Array], Array]:
+    def shift(low: Array, high: Array, count: Array) -> Array:
+        both, count = high.astype(np.uint64) << np.uint64(32) | low, (count & 31).astype(np.uint64)
+        return ((both << count) >> np.uint64(32) if is_left else both >> count).astype(np.uint32)
 
-
-def _funnel_right(low: Array, high: Array, count: Array) -> Array:
-    both = high.astype(np.uint64) << np.uint64(32) | low
-    return (both >> (count & 31).astype(np.uint64)).astype(np.uint32)
+    return shift
 
 
 def _bit_mask(start: Array, count: Array) -> Array:
@@ -180,56 +178,45 @@ def _compare(s: Statement) -> Effect:
     return s.compute(s.operands, [kind] * 2, _COMPARE[relation])
 
 
-def _select(s: Statement) -> Effect:
-    kind = s.kind
-
-    def select(a: Array, b: Array, chosen: Array) -> Array:
-        return np.where(chosen, a, b)
-
-    return s.compute(s.operands, [kind, kind, "pred"], select)
+def _chosen(a: Array, b: Array, condition: Array) -> Array:
+    return np.where(condition, a, b)
 
 
 def _shuffle(s: Statement) -> Effect:
-    def shuffle(x: Array, lane: Array) -> Array:
-        return x[(LANES ^ lane if ".bfly." in s.name else lane) & 31]
-
-    return s.compute(s.operands[:3], ["b32", "u32"], shuffle)
+    flips = ".bfly." in s.name
+    return s.compute(s.operands[:3], ["b32", "u32"], lambda x, lane: x[(LANES ^ lane if flips else lane) & 31])
 
 
 def _vote(s: Statement) -> Effect:
-    write, read = s.target(s.operands[0]), s.source(s.operands[1], "pred")
-
-    def vote(warp: Warp, mask: Mask) -> None:
-        converged(mask)
-        given = read(warp)
-        if ".ballot." in s.name:
-            write(warp, np.full(32, int((given << LANES).sum()), np.uint32), mask)
-        else:
-            write(warp, np.full(32, given.any() if ".any." in s.name else given.all()), mask)
-
-    return vote
+    if ".ballot." in s.name:
+        return s.compute(s.operands, ["pred"], lambda given: np.full(32, int((given << LANES).sum()), np.uint32))
+    combine = np.any if ".any." in s.name else np.all
+    return s.compute(s.operands, ["pred"], lambda given: np.full(32, combine(given)))
 
 
 def _match(s: Statement) -> Effect:
     """Writes, for each lane, the bits of the lanes that have its value."""
-    write, read = s.target(s.operands[0]), s.source(s.operands[1], "b32")
-
-    def match(warp: Warp, mask: Mask) -> None:
-        converged(mask)
-        given = read(warp)
-        write(warp, ((given[:, None] == given) << LANES).sum(1).astype(np.uint32), mask)
-
-    return match
+    return s.compute(s.operands, ["b32"], lambda x: ((x[:, None] == x) << LANES).sum(1).astype(np.uint32))
 
 
 def _elect(s: Statement) -> Effect:
     write = s.target(s.operands[0].parts[1])
+    return lambda warp, mask: write(warp, warp.elected, mask)
 
-    def elect(warp: Warp, mask: Mask) -> None:
-        converged(mask)
-        write(warp, warp.elected, mask)
 
-    return elect
+def _of_whole_warps(decode: Callable[[Statement], Effect]) -> Callable[[Statement], Effect]:
+    """Refuses a part of a warp."""
+
+    def decode_checked(s: Statement) -> Effect:
+        effect = decode(s)
+
+        def check(warp: Warp, mask: Mask) -> None:
+            converged(mask)
+            effect(warp, mask)
+
+        return check
+
+    return decode_checked
 
 
 # By how an instruction's name begins.
@@ -255,15 +242,13 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "max": _extreme,
     "shl": _shift,
     "shr": _shift,
-    "shf.l.wrap.b32": _plain(_funnel),
-    "shf.r.wrap.b32": _plain(_funnel_right),
+    "shf.l.wrap.b32": _plain(_funnel(is_left=True)),
+    "shf.r.wrap.b32": _plain(_funnel(is_left=False)),
     "bmsk.clamp": lambda s: s.compute(s.operands, ["u32"] * 2, _bit_mask),
-    "popc": lambda s: s.compute(
-        s.operands, ["u32"], lambda x: np.array([bin(n).count("1") for n in x.tolist()], np.uint32)
-    ),
+    "popc": lambda s: s.compute(s.operands, ["u32"], lambda x: np.bitwise_count(x).astype(np.uint32)),
     "cvt": _convert,
     "setp": _compare,
-    "selp": _select,
+    "selp": lambda s: s.compute(s.operands, [s.kind, s.kind, "pred"], _chosen),
     "ex2.approx": _plain(lambda x: np.exp2(x).astype(np.float32)),
     "lg2.approx": _plain(lambda x: np.log2(x).astype(np.float32)),
     **dict.fromkeys(("rcp.approx", "rcp.rn.f32"), _plain(lambda x: (np.float32(1) / x).astype(np.float32))),
@@ -271,7 +256,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "clz.b32": _plain(_leading_zeros),
     "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
     **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
-    "vote.sync": _vote,
-    "match.any.sync.b32": _match,
-    "elect.sync": _elect,
+    "vote.sync": _of_whole_warps(_vote),
+    "match.any.sync.b32": _of_whole_warps(_match),
+    "elect.sync": _of_whole_warps(_elect),
 }

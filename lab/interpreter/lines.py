@@ -5,25 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.interpreter import memory
-from lab.interpreter.state import GLOBAL, Array, Copy, Cta, Effect, FaultError, Load, Mask, Warp, lanes_of
+from lab.interpreter.state import GLOBAL, Array, Copy, Cta, Effect, FaultError, Mask, Warp, lanes_of
 from lab.interpreter.statement import Statement
 
 
-class _OfThreads(Load):
-    """A load that threads ask for: it is done at once, and signals no bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it signals."""
-        return 0
-
-    def halves(self) -> list[Copy]:
-        """The load itself, which is not cut in two."""
-        return [self]
-
-
 @dataclass(kw_only=True, eq=False)
-class Lines(_OfThreads):
+class Lines(Copy):
     """Copy of 16 bytes by each of some threads, which signal its end themselves."""
 
     whole: Array  # where in global memory, by lanes
@@ -42,7 +29,7 @@ class Lines(_OfThreads):
 
 
 @dataclass(kw_only=True, eq=False)
-class LinesEnd(_OfThreads):
+class LinesEnd(Copy):
     """Arrivals of some threads when the lines that their warp has asked for are there."""
 
     lines: list[Lines]

@@ -44,13 +44,14 @@ class _Schedule:
         # What each does, and what there is to do.
         self.engines: dict[_Place, tuple[Callable[[], None], Sized]] = {}
         for cta in self.ctas:
-            advance = functools.partial(self._advance_products, cta)
-            self.engines[cta.rank, "loads"] = functools.partial(tma.load, cta), cta.loads
-            self.engines[cta.rank, "stores"] = functools.partial(tma.store, cta), cta.stores
-            self.engines[cta.rank, "products"] = advance, cta.products
-            advance = functools.partial(self._advance_warpgroups, cta)
-            self.engines[cta.rank, "warpgroups"] = advance, cta.warp_products
-            self.engines[cta.rank, "arrivals"] = functools.partial(tensor.arrive, cta), cta.arrivals
+            for name, act, work in (
+                ("loads", tma.load, cta.loads),
+                ("stores", tma.store, cta.stores),
+                ("products", self._some(tensor.advance, "products"), cta.products),
+                ("warpgroups", self._some(warpgroup.advance, "warpgroups"), cta.warp_products),
+                ("arrivals", tensor.arrive, cta.arrivals),
+            ):
+                self.engines[cta.rank, name] = functools.partial(act, cta), work
 
     def run(self) -> Iterator[bool]:
         """Until all warps have returned; others may come between. Says each time whether there was more than polling.
@@ -103,14 +104,9 @@ class _Schedule:
                 weak.release(warp)
         cta.is_over = True
 
-    def _advance_products(self, cta: Cta) -> None:
-        tensor.advance(cta, self._num_products(cta, "products"))
-
-    def _advance_warpgroups(self, cta: Cta) -> None:
-        warpgroup.advance(cta, self._num_products(cta, "warpgroups"))
-
-    def _num_products(self, cta: Cta, engine: str) -> int:
-        return 1 if (cta.rank, engine) in self.lagging else self.draw.choice((1, 4, 16))
+    def _some(self, advance: Callable[[Cta, int], None], engine: str) -> Callable[[Cta], None]:
+        """Advances an engine of products by one, if it lags, or by up to a number that is drawn."""
+        return lambda cta: advance(cta, 1 if (cta.rank, engine) in self.lagging else self.draw.choice((1, 4, 16)))
 
     def _can_go_on(self, warp: Warp) -> bool:
         if warp.waits_for is not None:

@@ -1,6 +1,5 @@
 """The state of a CTA: its memory, barriers and warps, and what its engines have been asked for."""
 
-import abc
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -180,7 +179,7 @@ class WarpProduct:
 
 
 @dataclass(kw_only=True, eq=False)
-class Copy(abc.ABC):
+class Copy:
     """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
 
     warp: "Warp"  # that has asked for it
@@ -198,40 +197,28 @@ class Copy(abc.ABC):
         return self.data is not None
 
     @property
-    @abc.abstractmethod
     def num_bytes(self) -> int:
         """Bytes that a copy to shared memory signals."""
+        raise NotImplementedError
 
     def signal(self, cta: "Cta") -> None:
         """Signals the mbarrier that a copy to shared memory is done."""
         cta.barrier(self.barrier, of_cluster=True).complete(self.known, self.num_bytes)
 
-    @abc.abstractmethod
     def halves(self) -> list["Copy"]:
         """The copy in two, which are done at different times; what is too small for that stays whole."""
+        return [self]
 
-    @abc.abstractmethod
     def load(self, cta: "Cta") -> None:
         """Copies from global to shared memory."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def read(self, cta: "Cta") -> Array:
         """Reads the source from shared memory."""
-
-    @abc.abstractmethod
-    def write(self, cta: "Cta", data: Array) -> None:
-        """Writes data into global memory."""
-
-
-class Load(Copy):
-    """A copy that is to shared memory, whatever it is of."""
-
-    def read(self, cta: "Cta") -> Array:
-        """There are no such stores."""
         raise NotImplementedError
 
     def write(self, cta: "Cta", data: Array) -> None:
-        """There are no such stores."""
+        """Writes data into global memory."""
         raise NotImplementedError
 
 

@@ -20,7 +20,6 @@ from lab.interpreter.state import (
     Cta,
     Effect,
     FaultError,
-    Load,
     Mask,
     Warp,
     converged,
@@ -170,7 +169,7 @@ class Bytes(_Range):
 
 
 @dataclass(kw_only=True, eq=False)
-class BetweenCtas(_Range, Load):
+class BetweenCtas(_Range):
     """Copy of bytes of shared memory to that of another CTA of the cluster."""
 
     target: Cta
@@ -279,11 +278,8 @@ def _copy_within_cluster(s: Statement) -> Effect:
             if start < 0 or start + num_bytes > len(owner.shared) or start % 16 or num_bytes % 16:
                 raise FaultError(f"{num_bytes} bytes from {source} to {target}")
             places.append(slice(start, start + num_bytes))
-        _ask(
-            warp,
-            BetweenCtas(warp=warp, target=owner, whole=places[0], shared=places[1], barrier=barrier),
-            is_store=False,
-        )
+        copy = BetweenCtas(warp=warp, target=owner, whole=places[0], shared=places[1], barrier=barrier)
+        _ask(warp, copy, is_store=False)
 
     return ask
 

@@ -33,7 +33,7 @@ def main() -> None:
     if given.command == "page":
         PAGE.write_text(_PRINTED.sub(lambda table: table[1] + printed(table[2]), PAGE.read_text()))
         return
-    for line in _lines(given):
+    for line in given.lines(given):
         print(line, flush=True)
 
 
@@ -44,40 +44,34 @@ def commands_of_page() -> list[str]:
 
 def printed(command: str) -> str:
     """Output of a command, a line each."""
-    return "".join(f"{line}\n" for line in _lines(_parser().parse_args(command.split())))
+    given = _parser().parse_args(command.split())
+    return "".join(f"{line}\n" for line in given.lines(given))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab.model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    record = commands.add_parser("record", help="the Hopper kernels, beside benchmarks/results")
+
+    def add(name: str, text: str, lines: Callable[[argparse.Namespace], Iterable[str]]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(lines=lines)
+        return command
+
+    record = add("record", "the Hopper kernels, beside benchmarks/results", _record)
     record.add_argument("--by-kind", action="store_true", help="rows of equal heads and masks together")
-    commands.add_parser("published", help="flash-attn-4 on a B200, beside what was published")
-    commands.add_parser("sensitivity", help="the same with other constants")
-    designs = commands.add_parser("designs", help="our kernels for Blackwell")
+    add("published", "flash-attn-4 on a B200, beside what was published", _published)
+    add("sensitivity", "the same with other constants", _sensitivity)
+    designs = add("designs", "our kernels for Blackwell", _designs)
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
     designs.add_argument("--forward", action="store_true", help="those alone")
-    commands.add_parser("changes", help="what one change did to them")
-    commands.add_parser("open", help="what one would that has not been made, the largest first")
-    shows = commands.add_parser("timeline", help="a stretch of a kernel's steady state")
+    add("changes", "what one change did to them", _changes)
+    add("open", "what one would that has not been made, the largest first", _open)
+    shows = add("timeline", "a stretch of a kernel's steady state", _timeline)
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
     shows.add_argument("--png", type=Path, help="draw it (needs matplotlib)")
     commands.add_parser("page", help="writes the tables of docs/blackwell-model.md anew")
     return parser
-
-
-def _lines(given: argparse.Namespace) -> Iterable[str]:
-    lines: dict[str, Callable[[], Iterable[str]]] = {
-        "record": _record_by_kind if given.command == "record" and given.by_kind else _record,
-        "published": _published,
-        "sensitivity": _sensitivity,
-        "designs": lambda: _designs(given.machine, forward=given.forward),
-        "changes": _changes,
-        "open": _open,
-        "timeline": lambda: _timeline(given.name, given.clocks, given.png),
-    }
-    return lines[given.command]()
 
 
 def _makers() -> dict[str, Maker]:
@@ -86,26 +80,31 @@ def _makers() -> dict[str, Maker]:
     return named | {f"our {name}": Case(design, causal=False).make() for name, design in DESIGNS.items()}
 
 
-def _table(*columns: str) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def _record() -> Iterator[str]:
-    yield from _table("suite, case", "GHz", "measured, TFLOP/s", "predicted", "error of time", "clocks a step", "bound")
+def _head(*columns: str) -> str:
+    return f"{_row(*columns)}\n|{'---|' * len(columns)}"
+
+
+def _record(given: argparse.Namespace) -> Iterator[str]:
+    if given.by_kind:
+        yield from _record_by_kind()
+        return
+    yield _head("suite, case", "GHz", "measured, TFLOP/s", "predicted", "error of time", "clocks a step", "bound")
     for suite in _SUITES:
         for row in rows(suite):
             p = hopper_pass(row.shape).predict()
             busiest = f"{p.bound} {p.busy[p.bound]:.0%}"
-            predicted = row.tflops / (1 + row.error(p))
-            yield (
-                f"| {suite} {row.name} | {row.ghz(p):.2f} | {row.tflops:.0f} | {predicted:.0f} "
-                f"| {row.error(p):+.1%} | {p.step:.0f} | {busiest} |"
+            rates = [f"{x:.0f}" for x in (row.tflops, row.tflops / (1 + row.error(p)))]
+            yield _row(
+                f"{suite} {row.name}", f"{row.ghz(p):.2f}", *rates, f"{row.error(p):+.1%}", f"{p.step:.0f}", busiest
             )
 
 
 def _record_by_kind() -> Iterator[str]:
-    yield from _table("pass, heads x d, mask", "rows", "GHz", "error of time", "clocks a step", "bound")
+    yield _head("pass, heads x d, mask", "rows", "GHz", "error of time", "clocks a step", "bound")
     kinds: dict[str, list[tuple[Row, Prediction]]] = {}
     for row in (row for suite in _SUITES for row in rows(suite)):
         shape = row.shape
@@ -123,19 +122,9 @@ def _range(ascending: Sequence[str]) -> str:
     return " to ".join(dict.fromkeys([ascending[0], ascending[-1]]))
 
 
-def _published() -> Iterator[str]:
-    yield from _table(
-        "pass",
-        "published, TFLOP/s",
-        "predicted",
-        "error",
-        "clocks a step",
-        "bound",
-        "by power",
-        "error",
-        "GHz",
-        "clocks a step",
-    )
+def _published(_: argparse.Namespace) -> Iterator[str]:
+    as_it_is = "predicted", "error", "clocks a step", "bound"
+    yield _head("pass", "published, TFLOP/s", *as_it_is, "by power", "error", "GHz", "clocks a step")
     for name, case in PUBLISHED.items():
         assert case.published is not None
         cells = [name, f"{case.published:.0f}"]
@@ -147,10 +136,10 @@ def _published() -> Iterator[str]:
                 cells += [f"{p.step:.0f}", f"{p.bound} {p.busy[p.bound]:.0%}"]
             else:
                 cells += [f"{machine.clock(p.busy['tensor cores']):.2f}", f"{p.step:.0f}"]
-        yield f"| {' | '.join(cells)} |"
+        yield _row(*cells)
 
 
-def _sensitivity() -> Iterator[str]:
+def _sensitivity(_: argparse.Namespace) -> Iterator[str]:
     machines = {
         "as it is": B200,
         **{f"dispatch {x}": replace(B200, dispatch=x) for x in (1.2, 1.6)},
@@ -160,66 +149,60 @@ def _sensitivity() -> Iterator[str]:
         "L2 35 when all read": replace(B200, l2_together=H200.l2_together),
         "power alone": replace(B200, gemm=B200_BY_POWER.gemm),
     }
-    yield from _table("error of", *machines)
+    yield _head("error of", *machines)
     for name, case in PUBLISHED.items():
         assert case.published is not None
-        errors = (case.tflops(case.predict(m), m) / case.published - 1 for m in machines.values())
-        yield f"| {name} | {' | '.join(f'{x:+.1%}' for x in errors)} |"
+        yield _row(name, *(f"{case.rate(m) / case.published - 1:+.1%}" for m in machines.values()))
 
 
-def _designs(machine: str, *, forward: bool) -> Iterator[str]:
-    yield from _table(
+def _designs(given: argparse.Namespace) -> Iterator[str]:
+    yield _head(
         "design", "full / causal, TFLOP/s", "by power", "clocks a step", "by power", "busiest units, clocks a step"
     )
     for name, of_b200 in DESIGNS.items():
-        if forward and not isinstance(of_b200, ForwardDesign):
+        if given.forward and not isinstance(of_b200, ForwardDesign):
             continue
-        design = on(machine, of_b200)
+        design = on(given.machine, of_b200)
         rates, steps, units = [], [], ""
-        for constants in _MACHINES[machine]:
-            cases = [Case(design, causal) for causal in (False, True)]
-            full, causal = (case.predict(constants) for case in cases)
-            reached = (c.tflops(p, constants) for c, p in zip(cases, (full, causal), strict=True))
-            rates.append(" / ".join(f"{x:.0f}" for x in reached))
+        for constants in _MACHINES[given.machine]:
+            full = Case(design, causal=False).predict(constants)
+            rates.append(" / ".join(f"{Case(design, causal).rate(constants):.0f}" for causal in (False, True)))
             steps.append(f"{full.step:.0f}")
             if not units:
                 busiest = sorted(full.busy.items(), key=lambda x: -x[1])[:3]
                 units = ", ".join(f"{unit} {share * full.step:.0f}" for unit, share in busiest)
-        yield f"| {' | '.join([name, *rates, *steps, units])} |"
+        yield _row(name, *rates, *steps, units)
 
 
 def _rates(change: Change, machine: Machine) -> list[tuple[float, float]]:
     """TFLOP/s before and after, with each mask."""
     cases = [change.cases(causal) for causal in change.masks]
-    return [
-        (before.tflops(before.predict(machine), machine), after.tflops(after.predict(machine), machine))
-        for before, after in cases
-    ]
+    return [(before.rate(machine), after.rate(machine)) for before, after in cases]
 
 
 def _gains(rates: Iterable[tuple[float, float]]) -> str:
     return " / ".join(f"{after / before - 1:+.1%}" for before, after in rates)
 
 
-def _changes() -> Iterator[str]:
-    yield from _table("change", "full / causal, or a window", "by power", "clocks a step", "by power")
+def _changes(_: argparse.Namespace) -> Iterator[str]:
+    yield _head("change", "full / causal, or a window", "by power", "clocks a step", "by power")
     for name, change in CHANGES.items():
         gains, steps = [], []
         for machine in (B200, B200_BY_POWER):
             gains.append(_gains(_rates(change, machine)))
             steps.append(" to ".join(f"{case.predict(machine).step:.0f}" for case in change.cases(causal=False)))
-        yield f"| {' | '.join([name, *gains, *steps])} |"
+        yield _row(name, *gains, *steps)
 
 
-def _open() -> Iterator[str]:
-    yield from _table("change", "full / causal, or a window: TFLOP/s", "with it", "gain", "by power", "with it", "gain")
+def _open(_: argparse.Namespace) -> Iterator[str]:
+    yield _head("change", "full / causal, or a window: TFLOP/s", "with it", "gain", "by power", "with it", "gain")
     found = {name: [_rates(change, machine) for machine in (B200, B200_BY_POWER)] for name, change in OPEN.items()}
     for name, readings in sorted(found.items(), key=lambda item: -_least_gain(item[1])):
         cells = [name]
         for rates in readings:
             cells += [" / ".join(f"{x:.0f}" for x in which) for which in zip(*rates, strict=True)]
             cells.append(_gains(rates))
-        yield f"| {' | '.join(cells)} |"
+        yield _row(*cells)
 
 
 def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
@@ -227,11 +210,11 @@ def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
     return min(after / before for rates in readings for before, after in rates)
 
 
-def _timeline(name: str, clocks: float, png: Path | None) -> Iterator[str]:
-    sm, start, _ = steady_state(_makers()[name])
-    yield from timeline.text(sm, start, start + clocks)
-    if png is not None:
-        timeline.picture(sm, start, start + clocks, png)
+def _timeline(given: argparse.Namespace) -> Iterator[str]:
+    sm, start, _ = steady_state(_makers()[given.name])
+    yield from timeline.text(sm, start, start + given.clocks)
+    if given.png is not None:
+        timeline.picture(sm, start, start + given.clocks, given.png)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Shah, Liu, Thakkar and Dao, 2026). What threads compute was counted by operation
 floats count once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,16 +68,11 @@ class Forward:
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
-        simulation = self.sm.simulation
-        simulation.start("load", self.load(work))
-        simulation.start("mma", self.mma(work))
-        for warpgroup in range(self.design.warpgroups):
-            simulation.start(f"softmax {warpgroup}", self.softmax(warpgroup, work))
+        roles = {"load": self.load(work), "mma": self.mma(work)}
+        roles |= {f"softmax {w}": self.softmax(w, work) for w in range(self.design.warpgroups)}
         if self.design.maxima:
-            simulation.start("correction", self.correction(work))
-        simulation.start("epilogue", self.epilogue(work))
-        simulation.run()
-        return self.sm
+            roles["correction"] = self.correction(work)
+        return self.sm.run(roles | {"epilogue": self.epilogue(work)})
 
     def load(self, work: Sequence[TileWork]) -> Needs:
         """A warp: Q, K and V."""
@@ -285,15 +280,9 @@ class Backward:
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
-        simulation = self.sm.simulation
-        simulation.start("load", self.load(work))
-        simulation.start("mma", self.mma(work))
-        for g in range(2):
-            simulation.start(f"compute {g}", self.compute(g, work))
-        simulation.start("drain", self.drain(work))
-        simulation.start("add", self.add(work))
-        simulation.run()
-        return self.sm
+        roles = {"load": self.load(work), "mma": self.mma(work)}
+        roles |= {f"compute {g}": self.compute(g, work) for g in range(2)}
+        return self.sm.run(roles | {"drain": self.drain(work), "add": self.add(work)})
 
     def load(self, work: Sequence[TileWork]) -> Needs:
         """A warp: keys and values once, Q and dO block by block. A pair loads each block for both its uses."""
@@ -362,73 +351,64 @@ class Backward:
         """Clocks to read a right operand of a block's queries, of which a pair's CTA holds half."""
         return self.sm.machine.bytes_shared(2.0 * self.design.queries * columns) / self.ctas
 
+    def _product(
+        self, what: str, columns: int, summed: int, operands: float, then: Sequence[Callable[[], None]]
+    ) -> None:
+        self.sm.products.issue("mma", what, self.sm.machine.product(BLOCK, columns, summed), operands, then)
+
     def _scores(self, step: int) -> Needs:
-        c, m = self.design, self.sm.machine
+        c = self.design
         yield self.q.wait_full(step)
         yield self.s.wait_empty(step)
         if c.pair and not c.own_columns and step > 0:
             yield self.dq.wait_empty(step - 1)  # of dQ(step - 2), which lies where S does
-        self.sm.products.issue(
-            "mma",
-            "S",
-            m.product(BLOCK, c.queries, c.d),
-            self._left(c.d) + self._right(c.d),
-            [lambda: self.s.arrive(step), *([lambda: self.q.release(step)] if c.pair else [])],
-        )
+        then = [partial(self.s.arrive, step), *([partial(self.q.release, step)] if c.pair else [])]
+        self._product("S", c.queries, c.d, self._left(c.d) + self._right(c.d), then)
 
     def _dK(self, step: int) -> Needs:
-        c, m = self.design, self.sm.machine
+        c, ring = self.design, self.q
         yield self.ds.phase(step + 1)
-        ring = self.q
         if c.pair:
             ring = self.q_columns
             yield ring.wait_full(step)
-        then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dK", m.product(BLOCK, c.d, c.queries), self._right(c.d), then)
+        self._product("dK", c.d, c.queries, self._right(c.d), [partial(ring.release, step)])
 
     def _dQ(self, tile: int, step: int, is_last: bool) -> Needs:
-        c, m = self.design, self.sm.machine
+        c = self.design
         if c.pair:
             yield self.ds_exchanged.phase(step + 1)
             if not c.own_columns and not is_last:
                 yield self.s_loaded.phase(step + 2)  # S(step + 1) lies where dQ will
         yield self.dq.wait_empty(step)
-        then = [lambda: self.dq.arrive(step), self.ds_free.arrive]
-        if is_last:
-            then += [lambda: self.keys.release(tile), lambda: self.sums.arrive(tile)]
+        self._issue_dQ(step, [partial(self.keys.release, tile), partial(self.sums.arrive, tile)] if is_last else [])
+
+    def _issue_dQ(self, step: int, then: Sequence[Callable[[], None]]) -> None:
+        c = self.design
         if c.queries == BLOCK:  # a pair's CTA has 64 queries and the keys of both
-            clocks, operands = m.product(BLOCK, c.d, BLOCK), self._left(BLOCK) + self._left(c.d)
+            columns, keys, operands = c.d, BLOCK, self._left(BLOCK) + self._left(c.d)
         else:  # 128 columns of dQ at a time, a pair's CTA once, and of the keys of both
             times, keys = 1 if c.pair else -(-c.d // BLOCK), BLOCK * self.ctas
-            clocks = times * m.product(BLOCK, c.queries, keys)
-            operands = times * (self._left(keys) + self._right(keys))
-        self.sm.products.issue("mma", "dQ", clocks, operands, then)
+            columns, operands = times * c.queries, times * (self._left(keys) + self._right(keys))
+        self._product("dQ", columns, keys, operands, [partial(self.dq.arrive, step), self.ds_free.arrive, *then])
 
     def _dP(self, step: int) -> Needs:
-        c, m = self.design, self.sm.machine
+        c = self.design
         yield self.do.wait_full(step)
         yield self.dp.wait_empty(step)
         if not c.pair and not c.own_columns:
             yield self.dq.wait_empty(step)  # of dQ(step - 1), which lies where dP does
-        self.sm.products.issue(
-            "mma",
-            "dP",
-            m.product(BLOCK, c.queries, c.d_v),
-            self._left(c.d_v) + self._right(c.d_v),
-            [lambda: self.dp.arrive(step), *([lambda: self.do.release(step)] if c.pair else [])],
-        )
+        then = [partial(self.dp.arrive, step), *([partial(self.do.release, step)] if c.pair else [])]
+        self._product("dP", c.queries, c.d_v, self._left(c.d_v) + self._right(c.d_v), then)
 
     def _dV(self, tile: int, step: int, is_first: bool) -> Needs:
-        c, m = self.design, self.sm.machine
+        c, ring = self.design, self.do
         yield self.p.phase(step + 1)
         if is_first:
             yield self.sums.wait_empty(tile)
-        ring = self.do
         if c.pair:
             ring = self.do_columns
             yield ring.wait_full(step)
-        then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dV", m.product(BLOCK, c.d_v, c.queries), self._right(c.d_v), then)
+        self._product("dV", c.d_v, c.queries, self._right(c.d_v), [partial(ring.release, step)])
 
     def compute(self, g: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a key a thread, half of the queries."""

@@ -61,6 +61,10 @@ class Case:
         order = Order(_HEADS_TOGETHER, last_first=True)
         return predict(shape, machine, make, order, hand_over=hand_over, memory=memory, launches=3)
 
+    def rate(self, machine: Machine = B200) -> float:
+        """TFLOP/s that are predicted."""
+        return self.tflops(self.predict(machine), machine)
+
     def tflops(self, prediction: Prediction, machine: Machine = B200) -> float:
         """At the clock that power leaves it."""
         return prediction.tflops(machine.clock(prediction.busy["tensor cores"]))

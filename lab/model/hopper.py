@@ -17,9 +17,9 @@ from lab.model.simulation import Needs
 from lab.model.sm import MASK, Sm, TileWork
 
 
-def operands(machine: Machine, m: int, n: int, k: int, *, a_in_registers: float = 0.0) -> float:
-    """Clocks of shared memory for the operands of a warpgroup's products of m = 64 rows."""
-    return machine.bytes_shared(2.0 * k * (n + m * (1 - a_in_registers)))
+def size(machine: Machine, n: int, k: int, *, a_in_registers: float = 0.0) -> tuple[float, float]:
+    """Clocks of the tensor cores, and of shared memory for operands, of a warpgroup's products of 64 rows."""
+    return machine.product(64, n, k), machine.bytes_shared(2.0 * k * (n + 64 * (1 - a_in_registers)))
 
 
 class Forward:
@@ -37,12 +37,8 @@ class Forward:
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
-        simulation = self.sm.simulation
-        simulation.start("producer", self.producer(work))
-        for w in range(self.warpgroups):
-            simulation.start(f"mma {w}", self.mma(w, work))
-        simulation.run()
-        return self.sm
+        roles = {f"mma {w}": self.mma(w, work) for w in range(self.warpgroups)}
+        return self.sm.run({"producer": self.producer(work)} | roles)
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0, which loads."""
@@ -61,12 +57,8 @@ class Forward:
         c, m, sm, me = self.config, self.sm.machine, self.sm, f"mma {w}"
         products = sm.products
         elements = c.tile_n / 2  # of the scores, a thread
-        in_registers = 1.0 if c.q_in_registers else 0.0
-        scores = (
-            m.product(64, c.tile_n, c.tile_d),
-            operands(m, 64, c.tile_n, c.tile_d, a_in_registers=in_registers),
-        )
-        output = m.product(64, c.tile_dv, c.tile_n), operands(m, 64, c.tile_dv, c.tile_n, a_in_registers=1)
+        scores = size(m, c.tile_n, c.tile_d, a_in_registers=float(c.q_in_registers))
+        output = size(m, c.tile_dv, c.tile_n, a_in_registers=1)
         if w == self.warpgroups - 1:
             self.turns[0].arrive()
         turn, step = 0, 0
@@ -128,15 +120,12 @@ class BackwardCta:
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
-        simulation = self.sm.simulation
-        simulation.start("producer", self.producer(work))
+        roles = {"producer": self.producer(work)}
         for w in range(self.warpgroups):
-            simulation.start(f"mma {w}", self.mma(w, work))
-            simulation.start(f"store {w}", self.store(w, work))
+            roles |= {f"mma {w}": self.mma(w, work), f"store {w}": self.store(w, work)}
         if self.warp_3_reads_tiles:
-            simulation.start("filling", self.fill(work))
-        simulation.run()
-        return self.sm
+            roles["filling"] = self.fill(work)
+        return self.sm.run(roles)
 
     def fill(self, work: Sequence[TileWork]) -> Needs:
         """Warp 3, whose work takes no other warp any time, reads the fields of a tile."""
@@ -166,10 +155,9 @@ class BackwardCta:
         c, m, sm, me = self.config, self.sm.machine, self.sm, f"mma {w}"
         products, out = sm.products, self.out[w]
         elements = c.tile_m / 2  # of the scores, a thread
-        scores = m.product(64, c.tile_m, c.tile_d)
-        from_registers = c.columns_K / c.tile_d
-        gradient = m.product(64, c.tile_d, c.tile_m), operands(m, 64, c.tile_d, c.tile_m, a_in_registers=1)
-        queries = m.product(64, c.columns_dQ, c.tile_n), operands(m, 64, c.columns_dQ, c.tile_n)
+        scores = size(m, c.tile_m, c.tile_d, a_in_registers=c.columns_K / c.tile_d)
+        gradient = size(m, c.tile_d, c.tile_m, a_in_registers=1)
+        queries = size(m, c.columns_dQ, c.tile_n)
         step = piece = 0
         pending = False  # a dQ whose barrier the store warp has yet to get an arrival at
         for tile, (num, masked) in enumerate(work):
@@ -178,7 +166,7 @@ class BackwardCta:
                 if i == 0:
                     yield self.k.wait_full(tile)
                 yield self.q.wait_full(step)
-                s = products.issue(me, "S", scores, operands(m, 64, c.tile_m, c.tile_d, a_in_registers=from_registers))
+                s = products.issue(me, "S", *scores)
                 if pending:
                     yield from sm.compute(me, "fence", 20)
                     out.arrive(piece - 1)
@@ -186,7 +174,7 @@ class BackwardCta:
                 if i == 0:
                     yield self.v.wait_full(tile)
                 yield self.do.wait_full(step)
-                dp = products.issue(me, "dP", scores, operands(m, 64, c.tile_m, c.tile_d))
+                dp = products.issue(me, "dP", *size(m, c.tile_m, c.tile_d))
                 yield s
                 each = 2.6 + (MASK if i < masked else 0)
                 yield from sm.compute(me, "weigh", each * elements + 80, elements, shared=64 * c.tile_m)
@@ -272,16 +260,8 @@ class BackwardCluster:
     def run(self, work: Sequence[TileWork]) -> Sm:
         """A tile: a CTA has only one."""
         (only,) = work
-        simulation = self.sm.simulation
-        for name, role in (
-            ("producer", self.producer),
-            ("score", self.score),
-            ("differentiate", self.differentiate),
-            ("sum", self.sum_queries),
-        ):
-            simulation.start(name, role(only))
-        simulation.run()
-        return self.sm
+        roles = {"producer": self.producer(only), "score": self.score(only)}
+        return self.sm.run(roles | {"differentiate": self.differentiate(only), "sum": self.sum_queries(only)})
 
     def producer(self, work: TileWork) -> Needs:
         """Warps 0 and 1; each block comes once for both CTAs, so that each reads half of it."""
@@ -306,13 +286,12 @@ class BackwardCluster:
         """Warpgroup 1: P and dV."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "score"
         products = sm.products
-        in_registers = 1.0 if c.keys_in_registers else 0.0
+        scores = size(m, 64, c.tile_d, a_in_registers=float(c.keys_in_registers))
+        gradient = size(m, c.columns_dO, 64, a_in_registers=1)
         yield self.k.wait_full(0)
         for step in range(work.blocks):
             yield self.q.wait_full(step)
-            yield products.issue(
-                me, "S", m.product(64, 64, c.tile_d), operands(m, 64, 64, c.tile_d, a_in_registers=in_registers)
-            )
+            yield products.issue(me, "S", *scores)
             yield from self.compute(me, "weigh", 200 + (MASK * 32 if step < work.masked else 0), 32, shared=64 * 64)
             self.q.release(step)
             yield self.p.wait_empty(step)
@@ -321,8 +300,7 @@ class BackwardCluster:
             ends = []
             for part in range(c.parts_dO):
                 yield self.do.wait_full(step * c.parts_dO + part)
-                size = m.product(64, c.columns_dO, 64), operands(m, 64, c.columns_dO, 64, a_in_registers=1)
-                ends.append(products.issue(me, "dV", *size))
+                ends.append(products.issue(me, "dV", *gradient))
             for part, end in enumerate(ends):
                 yield end
                 self.do.release(step * c.parts_dO + part)
@@ -332,14 +310,13 @@ class BackwardCluster:
         """Warpgroup 2: gradients of scores, and dK."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "differentiate"
         products = sm.products
-        in_registers = 1.0 if c.keys_in_registers else 0.0
-        size_dP = m.product(64, 64, c.columns_dO), operands(m, 64, 64, c.columns_dO, a_in_registers=in_registers)
+        scores = size(m, 64, c.columns_dO, a_in_registers=float(c.keys_in_registers))
         yield self.v.wait_full(0)
         for step in range(work.blocks):
             ends = []
             for part in range(c.parts_dO):
                 yield self.do.wait_full(step * c.parts_dO + part)
-                ends.append(products.issue(me, "dP", *size_dP))
+                ends.append(products.issue(me, "dP", *scores))
             for part, end in enumerate(ends):
                 yield end
                 self.do.release(step * c.parts_dO + part)
@@ -347,7 +324,7 @@ class BackwardCluster:
             yield self.p.wait_full(step)
             yield from self.compute(me, "dS", 230, shared=3 * 64 * 64)
             self.p.release(step)
-            dk = products.issue(me, "dK", m.product(64, c.tile_d, 64), operands(m, 64, c.tile_d, 64, a_in_registers=1))
+            dk = products.issue(me, "dK", *size(m, c.tile_d, 64, a_in_registers=1))
             yield self.ds.wait_empty(step)
             yield from self.compute(me, "hand out dS", 80, shared=4 * 64 * 64)
             self.ds.arrive(step)
@@ -360,10 +337,9 @@ class BackwardCluster:
         """Warpgroup 3: half of the columns of dQ, added from registers."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "sum"
         products = sm.products
-        size = m.product(64, c.columns_dQ, 128), operands(m, 64, c.columns_dQ, 128)
         for step in range(work.blocks):
             yield self.ds.wait_full(step)
-            yield products.issue(me, "dQ", *size)
+            yield products.issue(me, "dQ", *size(m, c.columns_dQ, 128))
             self.ds.release(step)
             yield from sm.compute(me, "dQ", 67)
             end = sm.adds.take(sm.simulation.now, 4.0 * 64 * c.columns_dQ / m.adds, me, "add dQ")

@@ -108,10 +108,4 @@ def rows(suite: str) -> Iterator[Row]:
             causal=found[5] == "causal",
             backward=(found[1] or suite) == "backward",
         )
-        yield Row(
-            suite,
-            case.name,
-            shape,
-            case.times["flash_attn_cute"].median,
-            case.flop_rate.median,
-        )
+        yield Row(suite, case.name, shape, case.times["flash_attn_cute"].median, case.flop_rate.median)

@@ -19,7 +19,7 @@ _PIECES_AHEAD = 3  # of products, whose operands are read
 
 
 class Interval(NamedTuple):
-    """When a process used a unit, or waited: from ``start`` to ``end``, in clocks."""
+    """When a process used a unit: from ``start`` to ``end``, in clocks."""
 
     who: str
     what: str
@@ -122,11 +122,9 @@ class Ring:
         self._empty[step % self._stages].arrive()
 
 
-class _Process:
-    def __init__(self, name: str, needs: Needs) -> None:
-        self.name = name
-        self.needs = needs
-        self.waits_since = 0.0
+class _Process(NamedTuple):
+    name: str
+    needs: Needs
 
 
 class Simulation:
@@ -138,7 +136,6 @@ class Simulation:
 
     def __init__(self, wake: float = 0.0) -> None:
         self.now = 0.0
-        self.waits: list[Interval] = []
         self._wake = wake
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()  # events of the same time happen in the order in which they were announced
@@ -161,8 +158,6 @@ class Simulation:
 
     def resume(self, process: _Process) -> None:
         """Lets a process go on whose barrier's phase is over."""
-        if self.now > process.waits_since:
-            self.waits.append(Interval(process.name, "wait", process.waits_since, self.now))
         self.after(self._wake, lambda: self._go_on(process))
 
     def run(self) -> float:
@@ -194,7 +189,6 @@ class Simulation:
         for need in process.needs:
             if isinstance(need, Phase):
                 if need.barrier.phases < need.number:
-                    process.waits_since = self.now
                     need.barrier.waiting.append((need.number, process))
                     self._waited_at.add(need.barrier)
                     return

@@ -1,6 +1,6 @@
 """An SM: its units, and the moves that all kernels make with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
@@ -53,6 +53,13 @@ class Sm:
         self.issue, self.l2, self.adds = Unit("instructions"), Unit("L2 reads"), Unit("L2 additions")
         self.products = Products(self.simulation, self.tensor, self.shared, machine.handover)
         self.units = self.tensor, self.exp2, self.shared, self.tmem, self.issue, self.l2, self.adds
+
+    def run(self, roles: Mapping[str, Needs]) -> "Sm":
+        """Simulates roles, by their names, until all have ended; returns itself."""
+        for name, needs in roles.items():
+            self.simulation.start(name, needs)
+        self.simulation.run()
+        return self
 
     def ring(self, name: str, stages: int, *, full: int = 1, empty: int = 1) -> Ring:
         """Stages of shared or tensor memory."""

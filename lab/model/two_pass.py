@@ -155,12 +155,6 @@ class BackwardTwoPass(Backward):
                     yield self.k_columns.wait_full(tile)
                 yield from self._dQ_of(tile, dq_step + i - 1, is_last=i == num)
 
-    def _product(
-        self, what: str, columns: int, summed: int, operands: float, then: Sequence[Callable[[], None]]
-    ) -> None:
-        clocks = self.sm.machine.product(BLOCK, columns, summed)
-        self.sm.products.issue("mma", what, clocks, operands, then)
-
     def _S(self, number: int, of_Q: int, *, releases: bool) -> Needs:
         c = self.design
         yield self.q.wait_full(of_Q)
@@ -183,16 +177,13 @@ class BackwardTwoPass(Backward):
         self._product("dK", c.d, c.queries, self._right(c.d), [partial(self.q.release, of_Q)])
 
     def _dQ_of(self, tile: int, step: int, *, is_last: bool) -> Needs:
-        """128 columns at a time: a pair's CTA once, and of the keys of both."""
-        c, keys = self.design, BLOCK * self.ctas
         yield self.dq.wait_empty(step)
-        then: list[Callable[[], None]] = [partial(self.dq.arrive, step), self.ds_free.arrive]
+        then: list[Callable[[], None]] = []
         if is_last:
             then.append(partial(self.dk.arrive, tile))
-            if c.pair:
+            if self.design.pair:
                 then.append(partial(self.k.release, tile))
-        times = 1 if c.pair else -(-c.d // BLOCK)
-        self._product("dQ", times * c.queries, keys, times * (self._left(keys) + self._right(keys)), then)
+        self._issue_dQ(step, then)
 
     def compute(self, g: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK after their passes."""

@@ -205,8 +205,8 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
     "pairs": Backward(
         TABLES["pairs"],
         {
-            "d128": lambda: of_d128([130], [140]),
             "one": lambda: of_d128([100], [140]),
+            "d128": lambda: of_d128([130], [140]),
             "steps": lambda: of_d128([300], [140]),
             "tiles": lambda: of_d128([20], [700]),  # more tiles of keys than stages
         },
@@ -280,7 +280,12 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         H100,
     ),
 }
-PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]
+PLANTED = [
+    (name, kind, bug._replace(call=bug.call or next(iter(kernel.calls))))
+    for name, kernel in KERNELS.items()
+    for kind, bugs in kernel.bugs.items()
+    for bug in bugs
+]
 # Kernels that a kernel is as but for what it has bugs of its own of.
 BASES = {
     "masks": ("forward",),

@@ -249,7 +249,7 @@ def test_flash_attn_4_as_published(name: str, machine: Machine) -> None:
     """Within 10 %, at d = 128, its best figure as well."""
     case = PUBLISHED[name]
     assert case.published is not None
-    assert case.tflops(case.predict(machine), machine) == pytest.approx(case.published, rel=0.1)
+    assert case.rate(machine) == pytest.approx(case.published, rel=0.1)
 
 
 def test_clock() -> None:
@@ -308,7 +308,7 @@ def test_pictures(tmp_path: Path) -> None:
 def test_pairs_are_chosen_where_they_pay(d: int, d_v: int, name: str, keys: int, causal: bool) -> None:
     """Where they gain more than a sequence loses by them that is longer by one key."""
     cases = (Case(DESIGNS[f"backward {name}{n}-CTA"], causal, seqlen=keys) for n in (1, 2))
-    alone, pair = (case.tflops(case.predict()) for case in cases)
+    alone, pair = (case.rate() for case in cases)
     lost = (keys + 2 * 128) / (keys + 128)
     chosen = backward_config("bfloat16", d, d_v, Features(right=causal), keys=keys)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
@@ -322,7 +322,7 @@ def test_pairs_are_chosen_where_they_pay(d: int, d_v: int, name: str, keys: int,
 def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, queries: int, causal: bool) -> None:
     """Pairs are chosen by the number of queries."""
     cases = (Case(DESIGNS[f"forward {name}{n}"], causal, seqlen=queries) for n in ("", " 2-CTA"))
-    alone, pair = (case.tflops(case.predict()) for case in cases)
+    alone, pair = (case.rate() for case in cases)
     features = Features(right=causal)
     of_one = forward_config("bfloat16", d, d_v, features)
     chosen = forward_config("bfloat16", d, d_v, features, queries=queries)
@@ -355,7 +355,7 @@ def test_pairs_are_chosen_under_windows_where_they_pay(name: str, d: int, d_v: i
     cases = [Case(DESIGNS[name], causal=True, window=window) for name in names]
     gains = []
     for machine in (B200, B200_BY_POWER):
-        alone, pair = (case.tflops(case.predict(machine), machine) for case in cases)
+        alone, pair = (case.rate(machine) for case in cases)
         gains.append(pair / alone)
     lost = (rows + 2 * of_one) / (rows + of_one)
     assert (config(window=window).ctas_a_tile == 2) == (min(gains) > lost), gains
@@ -378,7 +378,7 @@ def test_goals(name: str, full: float, causal: float, machine: Machine) -> None:
     """TFLOP/s at d = 128, 8k tokens, that a B200 is to reach."""
     for is_causal, goal in ((False, full), (True, causal)):
         case = Case(DESIGNS[name], is_causal)
-        assert case.tflops(case.predict(machine), machine) >= goal
+        assert case.rate(machine) >= goal
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
     assert isinstance(design, BackwardDesign)
     assert design.ordered
     without = replace(design, ordered=False, turns_ahead=False, overwrites=False)
-    ordered, free = (case.tflops(case.predict()) for case in (Case(design, causal), Case(without, causal)))
+    ordered, free = (case.rate() for case in (Case(design, causal), Case(without, causal)))
     assert ordered > 0.95 * free
 
 
@@ -398,7 +398,7 @@ def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
 def test_backward_on_a_b300(name: str) -> None:
     """Times are those of a B200, within 4 %: exp2 does not bind."""
     case = Case(DESIGNS[name], causal=True)
-    assert case.tflops(case.predict(B300), B300) == pytest.approx(case.tflops(case.predict()), rel=0.04)
+    assert case.rate(B300) == pytest.approx(case.rate(), rel=0.04)
 
 
 @pytest.mark.parametrize("name", KERNELS)
