@@ -116,7 +116,7 @@ class Mailbox:
         return found
 
     def take_reports(self) -> list[str]:
-        """What faults since the last call say, each once."""
+        """Texts of the faults since the last call, each once."""
         return list(dict.fromkeys(map(str, self.take_faults())))
 
 
