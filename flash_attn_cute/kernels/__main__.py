@@ -20,12 +20,7 @@ _ROWS = {"forward": "queries", "backward": "keys"}  # of a sequence, by which a 
 
 
 def page(schedule: Schedule, title: str) -> str:
-    """A schedule as text.
-
-    Args:
-        schedule: the schedule.
-        title: the line on top.
-    """
+    """A schedule as text, below a title."""
     used = [pipeline for pipeline in schedule.pipelines if pipeline.stages]
     roles = [(r.name, _range(r.warps), r.registers, r.does) for r in schedule.roles]
     pipelines = [

@@ -12,15 +12,12 @@ _REGISTERS = 64 * 1024  # of an SM
 
 
 def set_registers(count: int, threads: int) -> None:
-    """Sets how many registers each thread of a warpgroup has from here on, by all of its warps.
+    """Sets how many registers, a multiple of 8, each thread of a warpgroup has from here on, by all of its warps.
 
-    The direction is that from the count at launch: ``setmaxnreg.inc`` waits for registers and never gives any back, so
-    with a lower count its warps would keep what they have, and others would wait for ever.
-
-    Args:
-        count: registers a thread: a multiple of 8.
-        threads: of all CTAs that an SM is to have at a time (``min_blocks_per_mp``), to which the assembler shares all
-            its registers out.
+    ``threads`` are those of all CTAs that an SM is to have at a time (``min_blocks_per_mp``). The assembler shares out
+    all registers of an SM to them. The direction is that from this count at launch: ``setmaxnreg.inc`` waits for
+    registers and never gives any back, so with a lower count its warps would keep what they have, and others would wait
+    for ever.
     """
     at_launch = _REGISTERS // threads // 8 * 8
     change = cute.arch.setmaxregister_decrease if count < at_launch else cute.arch.setmaxregister_increase

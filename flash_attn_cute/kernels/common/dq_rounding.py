@@ -27,17 +27,12 @@ def round_blocks(
     warps: cutlass.Constexpr,
     round_block: cutlass.Constexpr,
 ) -> None:
-    """Rounds blocks until none is left, by a converged warp.
+    """Rounds blocks until none is left, by a converged warp, of so many ``warps`` of a CTA.
 
-    Args:
-        config: configuration of the pass.
-        a: arguments of the pass.
-        ws: workspace of the pass.
-        warps: number of warps of a CTA that call this.
-        round_block: rounds one block. Takes the block's sums, dQ (rows, d) of its head, its first row within the
-            sequence and the sequence's rows, behind whose length it writes zeros; then the row of the sequence before
-            which writing ends, and the lane. Of sums in fixed point it also takes ``row_units``, what those of each row
-            are in (``common.fixed_point``), and ``num_adding``, how many tiles have added.
+    ``round_block`` rounds one block. It takes the block's sums, dQ (rows, d) of its head, its first row within the
+    sequence and the sequence's rows, behind whose length it writes zeros; then the row of the sequence before which
+    writing ends, and the lane. In fixed point (``common.fixed_point``) it also takes ``row_units`` and ``num_adding``,
+    how many tiles have added.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)

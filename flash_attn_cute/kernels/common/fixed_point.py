@@ -226,14 +226,8 @@ def ranges_of_head(config: Any, a: BackwardArguments, ws: Workspace, batch: Int3
 def units_of(ranges: list[Float32], norm_dO: Float32, delta: Float32, is_seen: Boolean) -> Float32:
     """The factor of a row of dQ ahead of its sum: a power of two by which its largest sum has 31 bits, or fewer.
 
-    Args:
-        ranges: of the head (``ranges_of_head``).
-        norm_dO: of the row's dO.
-        delta: the row's.
-        is_seen: whether the row sees a key; else it has no sum.
-
-    Returns:
-        The power, NaN if dO or delta is NaN or infinite, 0 for a row that sees nothing, or ``FLOAT32``.
+    It is NaN if dO or delta is NaN or infinite, 0 for a row that sees nothing, or ``FLOAT32``. ``ranges`` are those of
+    the head (``ranges_of_head``), ``norm_dO`` and ``delta`` the row's.
     """
     bound = (norm_dO * ranges[0] + cute.arch.fmax(delta, -delta)) * ranges[1] * Float32(_MARGIN)
     exponent = (as_bits(bound) >> 23) & 255

@@ -77,13 +77,9 @@ class MaskTiles(_Tiles):
 
     @cute.jit
     def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:
-        """Launches the kernel.
+        """Launches the kernel, which fills mCodes (row of tiles, block) and mBits (tile, warpgroup, thread, word).
 
-        Args:
-            a: the pass's arguments.
-            mCodes: (row of tiles, block of keys), what a mask leaves of it: ``FULL``, ``EMPTY``, or a tile of bits.
-            mBits: (tile, warpgroup, thread, word).
-            stream: where.
+        A code is ``FULL``, ``EMPTY``, or the index of a tile of bits.
         """
         sharing = Sharing.of(a.numbers)
         grid = sharing.sets * self.tiles_a_set(a) * mCodes.shape[1]
@@ -310,14 +306,10 @@ class BlockTiles(_Tiles):
 
 @cute.jit
 def kinds_of_quarters(sRows: cute.Tensor, lane: Int32) -> Int32:
-    """Kinds of a tile's four quarters, by a converged warp.
+    """Kinds of the four quarters of a tile (128 queries, 4 words of 32 keys), by a converged warp.
 
     Four bits for each half of the keys: whether the first and the second half of the queries attend to any of them
     (``SEEN``), and whether each of these attends to all (``ALL_SEEN``).
-
-    Args:
-        sRows: (128 queries, 4 words of 32 keys).
-        lane: of the warp.
     """
     kinds = Int32(0)
     for keys in cutlass.range_constexpr(2):
@@ -338,14 +330,7 @@ class RowLists:
 
     @cute.jit
     def __call__(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor, stream) -> None:
-        """Launches the kernel.
-
-        Args:
-            mCodes: as ``MaskTiles`` leaves them.
-            mLists: (list, first entry and how many).
-            mEntries: (entry, block and its code).
-            stream: where.
-        """
+        """Launches the kernel: from ``MaskTiles``'s codes to lists and entries, as ``block_lists.Tables`` has them."""
         grid = cute.ceil_div(mLists.shape[0], _WARPS)
         self.kernel(mCodes, mLists, mEntries).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 

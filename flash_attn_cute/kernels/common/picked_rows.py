@@ -106,19 +106,10 @@ class PickedRows:
     ) -> Float32:
         """Adds the vectors of some picks, times their weights, in ascending order; all lanes of a warp call it.
 
-        Args:
-            total: of the lane's vector, float32.
-            mX: (rank, numbers of 4 bytes) of the query: the rows of its group's heads.
-            dtype: of the numbers, of which 4 bytes have one or two.
-            place: of the lane.
-            first: rank of the first bit of ``picks``.
-            picks: bits of ranks.
-            row_sum: to which the weights of the lane's head are added.
-            weights: of the ranks, one a lane, for each of the warp's heads.
-            scales: or (rank, numbers) of the query, by 64 columns and heads. Without either, all weights are 1.
-
-        Returns:
-            the sum of weights.
+        ``picks`` has bits of ranks from ``first`` on. mX has rows (rank, numbers of 4 bytes, one or two of ``dtype``)
+        of the query, for the heads of its group. ``weights`` has, for each of the warp's heads, one number a lane, the
+        weight of a rank. ``scales`` has (rank, numbers) of the query, by 64 columns and heads. Without either, weights
+        are 1. Those of the lane's head are added to ``row_sum``, which is returned.
         """
         ranks = cute.make_rmem_tensor(_TOGETHER, Int32)  # of the vectors, -1 of none
         vectors = [cute.make_rmem_tensor(VECTOR * dtype.width // 32, Float32) for _ in range(_TOGETHER)]

@@ -181,10 +181,8 @@ class LedRing(Ring):
     def publish(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
         """Publishes a step's fields to both CTAs, by the thread of the leader that has written them.
 
-        Args:
-            step: step of the ring.
-            fields: (field, stage) of Int32, where each CTA reads them.
-            sent: what the second CTA finds there, in the leader's memory: ``fields``, or others of that shape.
+        Each CTA reads them in ``fields`` (field, stage), of Int32. The second CTA finds there what ``sent`` has in the
+        leader's memory: ``fields``, or others of that shape.
         """
         full, stage = self.full(step), self.stage(step)
         source, target = (x[None, stage].iterator for x in (sent, fields))

@@ -66,13 +66,9 @@ def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num
 
 @cute.jit
 def store_columns(numbers: cute.Tensor, gX: cute.Tensor, first: Int32 | int, end: Int32) -> None:
-    """Stores a thread's float32 numbers to columns of a row, 16 bytes at a time.
+    """Stores a thread's float32 numbers to columns of a row from ``first`` on, 16 bytes at a time.
 
-    Args:
-        numbers: a multiple of 4.
-        gX: the row, (columns,).
-        first: the column of the first one, a multiple of 4.
-        end: the column before which writing ends, likewise; 0 if the row is none.
+    Their number, ``first`` and ``end`` are multiples of 4. Writing ends before column ``end``: 0 if the row is none.
     """
     for i in cutlass.range_constexpr(0, cute.size(numbers), 4):
         if first + i < end:

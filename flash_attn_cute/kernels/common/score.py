@@ -75,12 +75,8 @@ def visible_columns(
 ) -> tuple[Int32, Int32]:
     """Columns start .. stop of a block that a row attends to, counted from the block's first.
 
-    Args:
-        row: position of the row in its sequence; a key's, if ``window`` is transposed.
-        first_column: position of the block's first column.
-        num_columns: length of the other sequence.
-        window: which columns a row attends to.
-        edges: ``Edges``. The bound of an edge that is not applied is meaningless.
+    ``row`` and ``first_column`` are positions in their sequences; rows are keys if ``window`` is transposed. The other
+    sequence has ``num_columns``. The bound of an edge that is not among ``edges`` is meaningless.
     """
     position = row + window.shift
     start, stop = Int32(0), num_columns - first_column

@@ -137,16 +137,10 @@ class SharedBias:
     ) -> None:
         """Loads the row of a bias that all queries share, as float32, by all loading threads.
 
-        With a scale, elements are (bias - reference) / softmax_scale, and the reference follows the block's last. A
-        finite bias stays finite, if need be as float32's largest number. Elements behind the last key are arbitrary.
-
-        Args:
-            step: counts what has been in the stages.
-            rows: of the CTA's tile.
-            first_column: of the block.
-            num_columns: of the block, which the sequence has.
-            softmax_scale: not 0; None if products are not added to the row.
-            thread: among those that load.
+        With a ``softmax_scale``, not 0, elements are (bias - reference) / softmax_scale, and the reference follows the
+        block's last. A finite bias stays finite, if need be as float32's largest number. Elements behind the last key
+        are arbitrary. The scale is None if products are not added to the row. ``num_columns`` are those of the block
+        that the sequence has.
         """
         gRow = rows.of(self.tensors.of_sequence(self.tensors.bias, rows.q, rows.batch), Int32(0))
         sRow = self.shared_row(step)

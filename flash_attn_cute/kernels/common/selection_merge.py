@@ -69,9 +69,8 @@ class SelectionMerge:
     ) -> tuple[list[Float32], Float32, Float32]:
         """Weights of the ranks from ``first`` on, one a lane, relative to the maxima so far, which are raised.
 
-        Returns:
-            the weights, for each of the warp's heads; and of the lane's head its maximum, and the factor of what was
-            relative to the one before.
+        Returns them for each of the warp's heads; and of the lane's head its maximum, and the factor of what was
+        relative to the one before.
         """
         lane, weights, own_max, scale = cute.arch.lane_idx(), [], -Float32.inf, Float32(0.0)
         rank, is_pick = cutlass.min(first + lane, n.top - 1), picks >> lane & 1 != 0

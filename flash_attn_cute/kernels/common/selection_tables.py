@@ -173,14 +173,8 @@ class PickCounts(_Chunks):
     ) -> cute.Tensor:
         """Bits of the keys of a block that a row selects and sees; none if an earlier rank has keys in the block.
 
-        Args:
-            n: of the launch.
-            ranks: the row's selected blocks, in ascending order.
-            rank: of the selected block.
-            before: the selected block of the rank before, -1 if there is none.
-            first_key: of the kernel's block.
-            start: key that the row sees first.
-            stop: the key behind the last.
+        ``ranks`` are the row's selected blocks, in ascending order; ``before`` is that of the rank before, or -1. The
+        kernel's block begins at ``first_key``, and the row sees keys start .. stop.
         """
         bits = cute.make_rmem_tensor(KEY_WORDS, Int32)
         bits.fill(0)

@@ -147,15 +147,8 @@ class OrderedAdds:
     def signal(self, step: Int32, first_semaphore: cute.Pointer, another: Boolean | bool) -> Int32:
         """Signalling warp: signals a step, and with it the next one if ``another`` holds and it has been added.
 
-        One fence serves both steps: at times it takes longer than a step, and as long for two steps as for one.
-
-        Args:
-            step: the step to signal.
-            first_semaphore: the step's semaphore; that of the next step lies behind it.
-            another: whether the tile has a next step.
-
-        Returns:
-            The number of steps that were signalled, 1 or 2.
+        Returns how many were signalled, 1 or 2. One fence serves both: at times it takes longer than a step, and as
+        long for two steps as for one. The next step's semaphore lies behind ``first_semaphore``.
         """
         self.added.wait_full(step)  # from the adding warps
         steps = Int32(1)

@@ -64,11 +64,8 @@ def finalize(
 ) -> tuple[Float32, Float32]:
     """Factor that the row's O is multiplied by, and the row's natural LSE: 0 and -inf for a fully masked row.
 
-    Args:
-        row_sum: the sum of the row's P.
-        row_max: what P was computed with; -inf for a fully masked row.
-        sink: one more logit in the denominator, natural.
-        is_natural: whether ``row_max`` is natural.
+    ``row_max`` is what P was computed with, -inf for a fully masked row, and natural or not. ``sink`` is one more logit
+    in the denominator, natural.
     """
     numerator = Float32(1.0)
     if const_expr(sink is not None):

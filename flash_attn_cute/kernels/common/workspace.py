@@ -21,10 +21,8 @@ _SUMS = "mStats", "mdQaccum", "mdKVaccum", "mRanges", "mHeads"  # parts of a bac
 def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], dtype: Any) -> dict[str, cute.Tensor]:
     """Cuts a workspace into compact tensors, sized as ``arguments.workspace_bytes`` counts them.
 
-    Args:
-        mWorkspace: bytes.
-        parts: shapes, in the order in which they lie there. A first and a last size may be constants.
-        dtype: of all parts, or a function from a name to that part's; 4 bytes each.
+    ``parts`` are their shapes, in the order in which they lie there; a first and a last size may be constants.
+    ``dtype``, of 4 bytes, is that of all parts, or a function from a name to that part's.
     """
     tensors, place = {}, mWorkspace.iterator.toint()
     for name, shape in parts.items():

@@ -97,15 +97,9 @@ def gemm(
 ) -> None:
     """Begins a product, or adds it to acc, by one converged warp; in flight on return.
 
-    Products of a CTA are done one after the other, in the order in which its warp issues them.
-
-    Args:
-        mma: what computes it.
-        acc: in tensor memory.
-        a: (MMA, 1, steps), of 16 of the columns that are summed over.
-        b: likewise.
-        accumulates: whether it is added.
-        steps: the first of them and the end, an even number of them; else all.
+    Products of a CTA are done one after the other, in the order in which its warp issues them. ``acc`` is in tensor
+    memory; a and b are (MMA, 1, steps), of 16 of the columns that are summed over. ``steps`` are the first of them and
+    the end, an even number of them; None: all.
     """
     first_step, end = (0, cute.size(a, mode=[2])) if const_expr(steps is None) else steps
     at_once = _AT_ONCE if const_expr((end - first_step) % _AT_ONCE == 0) else 2

@@ -41,15 +41,12 @@ class RowSoftmax(SoftmaxState):
         hand_over: cutlass.Constexpr,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Computes P of a block. All functions are called by all threads of a warp.
+        """Computes P of a block, packed in pairs. All functions are called by all threads of a warp.
 
-        Args:
-            scores: pieces of the block, each a function that loads the piece whenever it is called.
-            store: takes the index of the first piece, and packed pairs of P from that piece on.
-            rescale: multiplies the row's O by a factor, which is 1 for rows that stay. It is not called before some row
-                of the warp has had a visible key, because there may be no O yet.
-            hand_over: called when P of all pieces but the last is stored, and O is rescaled.
-            dtype: dtype of P.
+        ``scores`` are pieces of the block, each a function that loads the piece whenever it is called. ``store`` takes
+        the index of the first piece, and P from that piece on. ``rescale`` multiplies the row's O by a factor, which is
+        1 for rows that stay; it is not called before some row of the warp has had a visible key, because there may be
+        no O yet. ``hand_over`` is called when P of all pieces but the last is stored, and O is rescaled.
         """
         *most, last = scores
         has_keys = cute.arch.vote_any_sync(self.row_max[0] != -Float32.inf)
