@@ -74,7 +74,6 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
     top = argparse.ArgumentParser(
         prog=f"python -m {_PROGRAM}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

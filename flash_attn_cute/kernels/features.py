@@ -122,6 +122,5 @@ class Case:
     without: str = ""
 
     def fits(self, features: Features) -> bool:
-        """Whether the features are such."""
         needed, unwanted = (all_of.split() for all_of in (self.needs, self.without))
         return all(getattr(features, n) for n in needed) and not any(getattr(features, n) for n in unwanted)

@@ -177,20 +177,16 @@ class Schedule:
     orders: tuple[Order, ...] = ()
 
     def role(self, name: str) -> Role:
-        """The role of a name."""
         return next(role for role in self.roles if role.name == name)
 
     def pipeline(self, name: str) -> Pipeline:
-        """The pipeline of a name."""
         return next(pipeline for pipeline in self.pipelines if pipeline.name == name)
 
     def buffer(self, name: str) -> Buffer:
-        """The buffer of a name."""
         return next(buffer for buffer in self.shared if buffer.name == name)
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
         return 32 * (1 + max(role.warps[-1] for role in self.roles))
 
     @property

@@ -61,7 +61,6 @@ class Cells:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
-        """Launches the kernel, one CTA."""
         self.kernel(a, ws).launch(grid=[1, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
     @cute.kernel

@@ -103,7 +103,6 @@ class KeyLists:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
-        """Launches the kernel, one warp a list."""
         grid = cute.ceil_div(self._tiles_a_set(a) * mask_sizes(self.config, a).sets, _WARPS)
         self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
@@ -115,7 +114,6 @@ class KeyLists:
 
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
-        """Makes one list a warp."""
         c, sizes, sharing = self.config, mask_sizes(self.config, a), Sharing.of(a.numbers)
         index, _, _ = cute.arch.block_idx()
         index = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -227,7 +227,6 @@ def tiles_of_launch(config: Any, a: BackwardArguments, ws: Workspace) -> tuple[I
 
 @cute.jit
 def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
-    """The tile of an index."""
     c, f = config, config.features
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
     parts = heads // heads_k // heads_a_tile(c, a) if f.grouped else 1  # of a group

@@ -115,7 +115,6 @@ class BackwardKernel(MainKernel):
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
-        """Launches the kernel."""
         c = self.config
         mdK, mdV = (rows_first(x, c.features.packed) for x in (a.mdK, a.mdV))
         self.Storage = self.memory.struct()

@@ -107,7 +107,6 @@ class MaskTiles(_Tiles):
 
     @cute.kernel
     def kernel(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor) -> None:
-        """Makes the code, and the bits, of one tile."""
         index, _, _ = cute.arch.block_idx()
         sharing, blocks, tiles_a_set = Sharing.of(a.numbers), mCodes.shape[1], self.tiles_a_set(a)
         block, tile, which = index % blocks, index // blocks % tiles_a_set, index // (blocks * tiles_a_set)
@@ -283,7 +282,6 @@ class BlockTiles(_Tiles):
 
     @cute.kernel
     def kernel(self, mTiles: cute.Tensor, mBits: cute.Tensor) -> None:
-        """Reorders the bits of one tile."""
         t = self.tile
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -336,7 +334,6 @@ class RowLists:
 
     @cute.kernel
     def kernel(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor) -> None:
-        """Makes one list a warp."""
         index, _, _ = cute.arch.block_idx()
         number = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane, blocks = cute.arch.lane_idx(), mCodes.shape[1]

@@ -52,7 +52,6 @@ class PickedRows:
 
     @cute.jit
     def place(self, a: Any) -> Place:
-        """This thread's place."""
         index, _, _ = cute.arch.block_idx()
         index, lane = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         query, first_head = index // self.warps, index % self.warps * self.heads

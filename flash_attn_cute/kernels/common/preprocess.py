@@ -42,13 +42,11 @@ class Preprocess:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
-        """Launches the kernel, one CTA a block."""
         _, heads, blocks, _ = ws.mStats.shape
         self.kernel(a, ws).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
-        """Processes one block of queries."""
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)

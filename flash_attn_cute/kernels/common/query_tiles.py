@@ -58,7 +58,6 @@ class QueryTiles:
 
     @property
     def queries(self) -> int:
-        """Number of queries of a tile."""
         return self.config.tile_m // self.config.group
 
     def num(self, a: ForwardArguments) -> Int32:

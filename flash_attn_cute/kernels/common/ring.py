@@ -65,7 +65,6 @@ class Ring:
                 cute.arch.mbarrier_init(self.barriers + self.stages + i, empty)
 
     def stage(self, step: Int32) -> Int32:
-        """Stage of a step."""
         return step & self.stages - 1
 
     def full(self, step: Int32) -> cute.Pointer:
@@ -198,5 +197,4 @@ class LedRing(Ring):
 
 
 def _bytes_of(fields: cute.Tensor) -> int:
-    """Bytes of a step's fields."""
     return 4 * cute.size(fields, mode=[0])

@@ -34,7 +34,6 @@ class ScoreScales(NamedTuple):
 
     @staticmethod
     def of(features: Any, softmax_scale: Float32, softcap: Float32) -> "ScoreScales":
-        """Factors of a call."""
         tanh, rest = Float32(1.0), softmax_scale
         if const_expr(features.softcap):
             tanh, rest = softmax_scale / softcap, softcap

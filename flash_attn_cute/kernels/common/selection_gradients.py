@@ -67,7 +67,6 @@ class SelectionKeyGradients:
     def __call__(
         self, a: SelectionBackwardArguments, tables: SelectionTables, parts: dict[str, cute.Tensor], stream
     ) -> None:
-        """Launches the kernel."""
         heads = a.mK.shape[-2] * (1 if self.config.features.packed else a.mK.shape[0])
         self.kernel(a, tables, parts["mdK"], parts["mdV"]).launch(
             grid=[a.numbers.columns * heads, 1, 1], block=[self.threads, 1, 1], stream=stream
@@ -77,7 +76,6 @@ class SelectionKeyGradients:
     def kernel(
         self, a: SelectionBackwardArguments, tables: SelectionTables, mdK: cute.Tensor, mdV: cute.Tensor
     ) -> None:
-        """Sums up a block."""
         c, n = self.config, a.numbers
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()

@@ -34,7 +34,6 @@ class SelectionPreprocess:
 
     @cute.kernel
     def kernel(self, a: SelectionBackwardArguments, mLSE: cute.Tensor, mDelta: cute.Tensor) -> None:
-        """Processes some rows."""
         n, group, packed = a.numbers, self.config.group, self.config.features.packed
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()

@@ -252,7 +252,6 @@ class PickItems:
 
     @cute.jit
     def __call__(self, a: Any, tables: SelectionTables, stream) -> None:
-        """Launches the kernel, a CTA a set."""
         self.kernel(a, tables).launch(grid=[tables.mCounts.shape[0], 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel

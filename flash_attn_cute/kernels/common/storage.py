@@ -33,7 +33,6 @@ class SharedMemory:
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     def ring(self, storage: Any, name: str) -> Ring:
-        """The ring of a pipeline."""
         pipeline = self.schedule.pipeline(name)
         kind = LedRing if pipeline.is_led else Ring
         first = self.schedule.barriers[f"{name}.full"].start // BARRIER_BYTES

@@ -89,7 +89,6 @@ class Workspace(NamedTuple):
 
 
 def cell_sizes(a: BackwardArguments) -> CellSizes:
-    """Sizes of the tables of cells of dS."""
     n, heads = a.numbers, a.mQ.shape[0] * a.mQ.shape[2]
     rows = n.lists_batch * n.lists_heads * n.lists_tiles
     return CellSizes(rows, heads, heads // n.heads_a_tile, n.num_chunks, n.num_cells)

@@ -98,7 +98,6 @@ class ForwardSm100(ForwardKernel):
         self.commit = commit
 
     def mmas(self) -> ForwardMmas:
-        """See ``MainKernel``."""
         c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
         rows, group = c.ctas_a_tile * PART_ROWS, tcgen05.CtaGroup(c.ctas_a_tile)  # of a product
         return ForwardMmas(
@@ -145,7 +144,6 @@ class ForwardSm100(ForwardKernel):
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
-        """Shared memory of the CTA."""
         return Shared.of(self.memory, storage)
 
     @cute.jit
@@ -400,7 +398,6 @@ class _Products:
 
     @property
     def _rows(self) -> int:
-        """Number of rows of a product."""
         return PART_ROWS * self.config.ctas_a_tile
 
     def _columns(self, first: Int32 | int) -> cute.Pointer:

@@ -46,7 +46,6 @@ class ForwardConfig(Sm100Config):
 
     @property
     def tile_m(self) -> int:
-        """Queries of a tile."""
         return self.ctas_a_tile * self.queries
 
     @property
@@ -106,7 +105,6 @@ class ForwardConfig(Sm100Config):
     # scores of its last piece are still to be read.
 
     def first_S(self, stage: Any) -> Any:
-        """The first column of scores."""
         return SCORE_COLUMNS * stage
 
     def first_O(self, part: Any) -> Any:

@@ -47,7 +47,6 @@ _ORDER_OF_TILES = Order(
 
 
 def forward_schedule(config: ForwardConfig) -> Schedule:
-    """The schedule of a configuration."""
     c, parts, ctas = config, config.q_parts, config.ctas_a_tile
     pair, listed, registers = ctas == CTAS, config.features.listed, config.registers
 

@@ -52,7 +52,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
 
     @property
     def tile_n(self) -> int:
-        """Number of keys of a tile."""
         return PART_ROWS * self.ctas_a_tile
 
     @property
@@ -120,17 +119,14 @@ class BackwardConfig(Sm100Config, BackwardSizes):
 
     @property
     def first_dV(self) -> int:
-        """The first column of dV."""
         return self.tile_m
 
     @property
     def first_dP(self) -> int:
-        """The first column of dP."""
         return self.first_dV + self.tile_dv
 
     @property
     def first_dK(self) -> int:
-        """The first column of dK."""
         return self.first_dP + self.tile_m if self.num_passes == 1 else self.first_dV
 
     # A block of as many queries as there are lanes has dQ as one product, a query a lane. One of half as many has it
@@ -256,7 +252,6 @@ class _BackwardTile(NamedTuple):
     case: Case = Case()
 
     def fits(self, columns: int, columns_v: int, features: Features, keys: int, window: int | None) -> bool:
-        """Whether it serves a call."""
         is_long = self.keys <= keys and is_wide(window, self.window)
         return self.tile_d == columns and self.tile_dv >= columns_v and is_long and self.case.fits(features)
 

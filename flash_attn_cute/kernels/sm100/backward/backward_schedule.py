@@ -40,7 +40,6 @@ _KERNELS = {
 
 
 def backward_schedule(config: BackwardConfig) -> Schedule:
-    """The schedule of a configuration."""
     c, ctas, pair, r = config, config.ctas_a_tile, config.ctas_a_tile == CTAS, config.registers
     rows = "a column of dQ" if c.transposes_dQ else "a query"
     keys = "; K to tensor memory" if c.holds_keys else ""
@@ -244,7 +243,6 @@ def _places_of_two_passes(c: BackwardConfig) -> tuple[Buffer, ...]:
 
 
 def _columns(c: BackwardConfig) -> tuple[Columns, ...]:
-    """Columns of tensor memory."""
     dQ = tuple(Columns("dQ", c.first_dQ(part), c.columns_dQ, "dQ, or a part of it") for part in range(c.parts_dQ))
     keys = (Columns("K", c.first_K, c.tile_d // 2, "K, 16 bits"),) if c.holds_keys else ()
     if c.num_passes == 2:

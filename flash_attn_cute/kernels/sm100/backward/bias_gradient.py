@@ -73,7 +73,6 @@ class BiasGradientSm100(BiasGradientKernel):
         super().__init__(config, bias_gradient_schedule(config), swizzled_by)
 
     def mmas(self) -> cute.TiledMma:
-        """See ``MainKernel``."""
         return tiled_mma(self.dtype, OperandMajorMode.K, self.config.tile_n, tcgen05.OperandSource.SMEM)
 
     @cute.kernel
@@ -107,7 +106,6 @@ class BiasGradientSm100(BiasGradientKernel):
         frame.end(shared, warp_idx)
 
     def _shared(self, storage: Any) -> _Shared:
-        """Shared memory of the CTA."""
         rings = self.memory.rings(storage)
         return _Shared(
             operands=list(self.memory.tensors(storage, *PIECE_OPERANDS).values()),

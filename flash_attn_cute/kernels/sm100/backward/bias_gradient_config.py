@@ -47,18 +47,15 @@ class BiasGradientConfig(Sm100Config):
 
     @property
     def mask_tile(self) -> MaskTile:
-        """How a mask is cut."""
         return MaskTile(self.tile_m, self.tile_n, row_a_thread=True)
 
     # The map of tensor memory.
 
     def first_S(self, stage: Any) -> Any:
-        """The first column of scores."""
         return self.tile_n * stage
 
     @property
     def first_dP(self) -> int:
-        """The first column of dP."""
         return self.score_stages * self.tile_n
 
     @property

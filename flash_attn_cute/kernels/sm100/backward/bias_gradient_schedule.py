@@ -41,7 +41,6 @@ _ORDERS = (
 
 
 def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
-    """The schedule of a configuration."""
     c, (registers, others) = config, config.registers
     computing = range(4 * COMPUTE_WARPGROUPS)
     compute = Role("compute", computing, registers, "a query and half of the keys a thread: P, dS, and their sum")

@@ -85,11 +85,9 @@ class BackwardCtaSm100(BackwardKernel):
         self.scores = Scores(config)
 
     def mmas(self) -> Mmas:
-        """See ``MainKernel``."""
         return Mmas.of(self.config)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        """See ``BackwardKernel``."""
         packed, load = self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
         tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
         return BackwardTiles(
@@ -154,7 +152,6 @@ class BackwardCtaSm100(BackwardKernel):
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
-        """Shared memory of the CTA."""
         return Shared.of(self.memory, storage)
 
     @cute.jit

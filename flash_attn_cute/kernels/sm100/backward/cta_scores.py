@@ -83,11 +83,9 @@ class Block:
     entry: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
 
     def m_block(self, tile: KeyTile) -> Int32:
-        """The block of queries."""
         return tile.blocks.nth(self.i) if self.entry is None else opaque(self.entry[0])
 
     def head(self, tile: KeyTile) -> Int32:
-        """Head of the block of queries."""
         return tile.head + self.nth if self.entry is None else opaque(self.entry[2])
 
 

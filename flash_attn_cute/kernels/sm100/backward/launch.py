@@ -28,7 +28,6 @@ class BackwardPassSm100:
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:
-        """Launches the kernels of the pass."""
         ws = self.tables.begin(arguments, stream)
         self.preprocess(arguments, ws, stream)
         self.tables.finish(arguments, ws, stream)

@@ -76,7 +76,6 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.scores = PairScores(config)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        """See ``BackwardKernel``."""
         c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
         mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
         piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))

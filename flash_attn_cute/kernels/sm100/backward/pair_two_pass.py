@@ -88,7 +88,6 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     @cute.jit
     def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
-        """The products of both CTAs."""
         c, rings = self.config, shared.rings
         products = Products.of(c, mmas, shared)
         tile_idx, dq_step, number = Int32(0), Int32(0), Int32(0)

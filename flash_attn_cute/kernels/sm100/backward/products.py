@@ -27,7 +27,6 @@ class Mmas(NamedTuple):
 
     @staticmethod
     def of(config: BackwardConfig) -> "Mmas":
-        """The products of a configuration."""
         c, dtype, k_major, mn_major = config, DTYPES[config.dtype], OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
         rows, group, (rows_dQ, columns_dQ) = c.tile_n, tcgen05.CtaGroup(c.ctas_a_tile), _shape_of_dQ(c)
