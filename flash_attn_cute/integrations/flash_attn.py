@@ -363,10 +363,10 @@ def _check_slopes(slopes: Tensor, q: Tensor, batch: int | None) -> Tensor:
         raise ValueError(f"alibi_slopes: expected the device of q, {q.device}, got {slopes.device}")
     if batch is None and slopes.ndim == 2 and (slopes.shape[0] == 1 or slopes.stride(0) == 0) and slopes.shape[0]:
         slopes = slopes[0]
-    expected = f"({q.shape[-2]},)" if batch is None else f"({q.shape[-2]},) or ({batch}, {q.shape[-2]})"
+    # No text has a size in it before it is an error's: Dynamo would make that size a constant.
     if slopes.shape != q.shape[-2:-1] and (batch is None or slopes.shape != (batch, q.shape[-2])):
-        what = " for packed sequences" if batch is None else ""
-        raise ValueError(f"alibi_slopes: expected shape {expected}{what}, got shape {tuple(slopes.shape)}")
+        other = " for packed sequences" if batch is None else f" or ({batch}, {q.shape[-2]})"
+        raise ValueError(f"alibi_slopes: expected shape ({q.shape[-2]},){other}, got shape {tuple(slopes.shape)}")
     return slopes
 
 

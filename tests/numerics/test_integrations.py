@@ -289,6 +289,30 @@ def test_compiled() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("function", "batched"),
+    [
+        (fa.flash_attn_func, False),
+        (lambda q, k, v: fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4)), False),
+        (lambda q, k, v, slopes: fa.flash_attn_func(q, k, v, alibi_slopes=slopes), True),
+        (fa3.flash_attn_func, False),
+        (lambda q, k, v: dot.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))), False),
+    ],
+    ids=["fa", "slopes", "slopes of batch", "fa3", "sdpa"],
+)
+def test_compiled_for_any_batch_and_lengths(function: Any, batched: bool) -> None:
+    """No size becomes a constant: marked ones would be refused."""
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for batch, seqlen_q, seqlen_k in ((2, 5, 7), (3, 9, 4)):
+        q, k, v = (torch.randn(batch, rows, 4, 8) for rows in (seqlen_q, seqlen_k, seqlen_k))
+        tensors = (q, k, v, torch.rand(batch, 4)) if batched else (q, k, v)
+        for x in tensors:
+            torch._dynamo.mark_dynamic(x, 0)
+            if x.ndim > 2:
+                torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(compiled(*tensors), function(*tensors))
+
+
 def test_thd_exported_for_any_number_of_sequences() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
