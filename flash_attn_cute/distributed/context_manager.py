@@ -15,7 +15,7 @@ from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.distributed import public_functions, rank_agreement
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
-from flash_attn_cute.distributed.sharding import Sharding, check_dimension
+from flash_attn_cute.distributed.sharding import Sharding, check_dimension, check_sequence
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.problem.spec import AttentionInputs, Options, Results
 from flash_attn_cute.runtime import settings
@@ -60,14 +60,15 @@ def context_parallel(
         The sharding, with which ``gather`` puts results together.
 
     Raises:
-        TypeError: a buffer that is no tensor, a sharding that is none, or neither a process group nor a mesh.
+        TypeError: buffers or dimensions that are no sequence, a buffer that is no tensor, a sharding that is none, or
+            neither a process group nor a mesh.
         ValueError: neither buffers nor a sharding; not as many dimensions as buffers; a buffer that requires gradients
             or has another number of rows; one not to be restored that is no buffer; a sharding or a method that does
             not fit the mesh. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
     """
-    given = [] if buffers is None else list(buffers)
-    dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
-    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    given = [] if buffers is None else list(check_sequence("buffers", buffers))
+    dims = [] if buffer_seq_dims is None else list(check_sequence("buffer_seq_dims", buffer_seq_dims))
+    kept = [] if no_restore_buffers is None else list(check_sequence("no_restore_buffers", no_restore_buffers))
     place = grid(dimensions(mesh), method).place
     if len(dims) != len(given):
         raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
@@ -115,13 +116,16 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
         seq_dims: the dimension of rows of each.
 
     Raises:
-        TypeError: neither a process group nor a mesh, a buffer that is no tensor, or a dimension that is no int.
+        TypeError: neither a process group nor a mesh, buffers or seq_dims that are no sequence, a buffer that is no
+            tensor, or a dimension that is no int.
         ValueError: not as many dimensions as buffers, a dimension that its buffer lacks, or rows of another number than
             the sharding gives this rank. With ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does.
     """
     ranks = Ranks.of(mesh)
 
     def stated() -> dict[str, str]:
+        check_sequence("buffers", buffers)
+        check_sequence("seq_dims", seq_dims)
         if len(seq_dims) != len(buffers):
             raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
         for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):

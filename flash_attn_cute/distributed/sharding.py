@@ -82,7 +82,10 @@ class Sharding:
         """Takes any kind of sequence and of int, and checks that every row is somewhere, once and in order."""
         offsets, total = _check_offsets("cu_seqlens", self.cu_seqlens, check_int("total", self.total))
         plain: dict[str, Any] = {"cu_seqlens": offsets, "total": total}
-        plain["segments"] = tuple(tuple(map(_as_segment, of_rank)) for of_rank in self.segments)
+        plain["segments"] = tuple(
+            tuple(map(_as_segment, check_sequence("segments", of_rank)))
+            for of_rank in check_sequence("segments", self.segments)
+        )
         for name in ("seqused_q", "seqused_k"):
             used = getattr(self, name)
             plain[name] = None if used is None else numbers(name, used)
@@ -167,7 +170,7 @@ class Sharding:
             total: the rows, if there is padding behind the last document.
 
         Raises:
-            TypeError: num_ranks, total or a side of the window is no int.
+            TypeError: num_ranks, total or a side of the window is no int, or window_sizes no sequence.
             ValueError: num_ranks below 1, offsets that decrease or leave the rows, a length outside its document, or
                 window_sizes that are empty or beside a window_size.
         """
@@ -176,7 +179,7 @@ class Sharding:
         used_q = real_lengths("seqused_q", seqused_q, offsets)
         offsets_k = _offsets_of_keys(cu_seqlens_k, offsets)
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
-        pairs = [window_size] if window_sizes is None else list(window_sizes)
+        pairs = [window_size] if window_sizes is None else list(check_sequence("window_sizes", window_sizes))
         if not pairs or (window_sizes is not None and checked_window(False, window_size) != (None, None)):
             raise ValueError(
                 f"window_sizes: expected at least one, and no window_size beside them, got {len(pairs)} "
@@ -346,8 +349,8 @@ class Sharding:
 
         Raises:
             TypeError: shards is no sequence of tensors, or dim no int.
-            ValueError: another number of shards than ranks, or a shard without that dimension or of another number of
-                rows.
+            ValueError: another number of shards than ranks, or a shard without that dimension, of another number of
+                rows, or of another dtype, device or width than the first one.
         """
         if not isinstance(shards, (Sequence, Tensor)):
             raise TypeError(f"shards: expected a sequence of tensors, got {type(shards).__name__}")
@@ -359,6 +362,11 @@ class Sharding:
                 raise ValueError(
                     f"shards: expected {self.num_rows(rank)} rows in dimension {dim} of rank {rank}, "
                     f"got shape {tuple(x.shape)}"
+                )
+            if _but_rows(x, dim) != _but_rows(shards[0], dim):
+                raise ValueError(
+                    f"shards: expected all to be alike but for their rows, got {_in_words(x)} of rank {rank}, and "
+                    f"{_in_words(shards[0])} of rank 0"
                 )
         places = torch.cat([self.index(rank) for rank in range(self.num_ranks)]).argsort()
         together = torch.cat(list(shards), dim)
@@ -434,6 +442,17 @@ def of_handle(handle: Tensor) -> Sharding:
     return found
 
 
+def check_sequence(name: str, given: Any) -> Iterable[Any]:
+    """Returns an argument that is to be a sequence.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name}: expected a sequence, got {given!r}")
+    return given
+
+
 def check_dimension(name: str, x: Any, dim: Any) -> None:
     """Checks that a tensor has a dimension of rows.
 
@@ -446,6 +465,15 @@ def check_dimension(name: str, x: Any, dim: Any) -> None:
     check_int(name, dim, "an int as its dimension of rows")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
+
+
+def _but_rows(x: Tensor, dim: int) -> tuple[Any, ...]:
+    """Shape beside the rows, dtype and device, which shards of one tensor have in common."""
+    return x.movedim(dim, 0).shape[1:], x.dtype, x.device
+
+
+def _in_words(x: Tensor) -> str:
+    return f"shape {tuple(x.shape)} of {x.dtype} on {x.device}"
 
 
 def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:

@@ -8,7 +8,8 @@
 - ``integrations.transformer_engine``: Transformer Engine's ``thd`` format.
 - ``integrations.transformers``: ``attn_implementation="flash_attn_cute"`` for models of Hugging Face transformers.
 
-What we cannot do is refused with a ValueError that names the argument. Nothing here is imported by the package itself.
+What we cannot do is refused with a ValueError that names the argument. Of the package itself only
+``distributed.context_parallel`` imports from here, which puts ``sdpa`` in the place of PyTorch's attention.
 Which calls are served and which refused: docs/migrating.md in the repository.
 """
 

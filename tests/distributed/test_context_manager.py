@@ -229,6 +229,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ({"buffers": [torch.ones(4)]}, ValueError, "buffer_seq_dims: expected 1, one a buffer, got 0"),
         ({}, ValueError, "buffers: expected at least one"),
+        ({"buffers": [], "buffer_seq_dims": 0}, TypeError, "buffer_seq_dims: expected a sequence, got 0"),
         ({"buffers": [[1]], "buffer_seq_dims": [0]}, TypeError, r"buffers\[0\]: expected a tensor, got list"),
         (
             {"buffers": [torch.ones(4, requires_grad=True)], "buffer_seq_dims": [0]},
@@ -307,6 +308,8 @@ def test_gather_takes_a_tensor_with_rows() -> None:
 def test_unshard_takes_a_dimension_a_buffer() -> None:
     with pytest.raises(ValueError, match="seq_dims: expected 1, one a buffer, got 0"):
         context_parallel_unshard(None, [torch.ones(4)], [])
+    with pytest.raises(TypeError, match="seq_dims: expected a sequence, got 0"):
+        cast(Any, context_parallel_unshard)(None, [torch.ones(4)], 0)
     assert context_parallel_unshard(None, [], []) == []
     with pytest.raises(ValueError, match=r"buffers\[0\]: expected a dimension 1 of rows, got shape \(4,\)"):
         context_parallel_unshard(None, [torch.ones(4)], [1])

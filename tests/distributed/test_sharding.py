@@ -300,6 +300,8 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             lambda: untyped((0, 4), 4, [(0, 0, 4)]),
         ),
         (TypeError, r"segments: expected .* got \(0, 4\)$", lambda: untyped((0, 4), 4, [[(0, 4)]])),
+        (TypeError, "segments: expected a sequence, got None", lambda: untyped((0, 4), 4, None)),
+        (TypeError, "window_sizes: expected a sequence, got 5", lambda: untyped.balanced([0, 4], 2, window_sizes=5)),
         (
             TypeError,
             r"seqused_k: expected .* of ints, .* \[0.5\]",
@@ -374,6 +376,13 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
         (TypeError, "shards: expected a sequence of tensors, got NoneType", lambda: HALVES.unshard(None)),
         (TypeError, r"shards\[1\]: expected a tensor, got NoneType", lambda: HALVES.unshard([FOUR[:2], None])),
         (ValueError, r"shards\[0\]: expected a dimension -2 of rows", lambda: HALVES.unshard(FOUR.split(2), -2)),
+        (
+            ValueError,
+            r"shards: expected all to be alike .* \(2,\) of torch.float64 on cpu of rank 1, and .* torch.float32",
+            lambda: HALVES.unshard([FOUR[:2], FOUR[2:].double()]),
+        ),
+        (ValueError, "shards: expected all to be alike", lambda: HALVES.unshard([FOUR[:2], FOUR[2:].to("meta")])),
+        (ValueError, "shards: expected all to be alike", lambda: HALVES.unshard([FOUR[:2], FOUR[2:, None]])),
     ],
 )
 def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:
