@@ -1,7 +1,6 @@
 """Hopper's kernel of column sums, executed on the CPU by the interpreter of PTX."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from flash_attn_cute.backends.cute import column_sums
 from lab import interpreter
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.checks import Case, bitwise_equal, random_call
 from tests.lib.interpreted.common import H100, as_given, fresh_counters
 from tests.lib.interpreted.forward import Interpreted
 from tests.lib.oracle import Call
@@ -18,7 +17,7 @@ from tests.lib.tiers import tiered
 
 # Lengths of queries and of keys, and others of ``random_call``: around the edges of tiles of 256 keys and of blocks of
 # 128 or 64 queries, with tiles that no query attends to.
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Case] = {
     "d64-causal": {"q": [130], "k": [300], "causal": True},
     "d128": {"q": [257], "k": [257], "head_dim": 128, "dtype": torch.float16},
     "d128-window": {"q": [300], "k": [520], "head_dim": 128, "window_size": (100, 3), "nheads": 1},
@@ -34,8 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def drawn(options: dict[str, Any], seed: int) -> Call:
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, "nheads": 2, "packed": False} | options
+def drawn(options: Case, seed: int) -> Call:
+    given: Case = {"dtype": torch.bfloat16, "head_dim": 64, "nheads": 2, "packed": False} | options
     torch.manual_seed(seed)
     return random_call(given.pop("q"), given.pop("k"), **given)
 
@@ -62,7 +61,7 @@ RARE = "d128-window", "more-queries", "keys-of-no-query", "packed", "d256"
 
 
 @pytest.mark.parametrize("options", tiered(CASES, "d64-causal", rare=RARE, values=True))
-def test_sums(options: dict[str, Any]) -> None:
+def test_sums(options: Case) -> None:
     check(drawn(options, 0), 0)
 
 

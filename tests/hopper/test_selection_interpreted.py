@@ -1,14 +1,13 @@
 """Hopper's forward kernels for selections, executed on the CPU by the interpreter of PTX."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gradient_errors
 from flash_attn_cute.backends.cute import selection_plan
-from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.checks import Case, bitwise_equal, random_call
 from tests.lib.interpreted.selection import check, check_gradients, gradients_of, results_of
 from tests.lib.masks import random_selection, with_selection
 from tests.lib.oracle import Call
@@ -16,7 +15,7 @@ from tests.lib.tiers import tiered
 
 # Lengths of queries and of keys, the size and number of selected blocks, heads, and others of ``random_call``. Blocks
 # are selected by no query, several times, out of range, or by queries that see none of their keys.
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Case] = {
     "causal": {"q": [70], "k": [130], "nheads": 4, "causal": True},
     "group-of-16": {"q": [20], "k": [270], "nheads": 16, "head_dim": 128, "causal": True, "block": 192},
     "one-head": {"q": [130], "k": [100], "nheads": 1, "dtype": torch.float16},
@@ -56,8 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = "causal", "blocks-of-16"  # the shortest to execute
 
 
-def drawn(options: dict[str, Any], seed: int) -> tuple[Call, random.Random]:
-    given: dict[str, Any] = {
+def drawn(options: Case, seed: int) -> tuple[Call, random.Random]:
+    given: Case = {
         "dtype": torch.bfloat16,
         "head_dim": 64,
         "nheads": 2,
@@ -79,7 +78,7 @@ IN_CI = {
 
 
 @pytest.mark.parametrize("options", tiered(CASES, *QUICK, rare=CASES.keys() - {*QUICK, *IN_CI["forward"]}, values=True))
-def test_forward(options: dict[str, Any]) -> None:
+def test_forward(options: Case) -> None:
     check(*drawn(options, 0))
 
 
@@ -156,7 +155,7 @@ def test_launches_for_some_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> No
 def test_rows_that_reach_nothing() -> None:
     """Queries that select nothing visible, and keys of blocks that no query selects or sees, may hold NaN."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"nheads": 2, "nheads_k": 2, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    given: Case = {"nheads": 2, "nheads_k": 2, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
     call = random_call([70], [320], window_size=(80, 0), **given)  # from 170 and up to 319
     indices = torch.randint(3, 5, (1, 2, 70, 2))
     indices[:, :, 5], indices[:, :, 6] = -1, torch.tensor([0, 9])  # selects nothing, and what the window hides
@@ -181,7 +180,7 @@ def test_rows_that_reach_nothing() -> None:
 def test_infinite_values_of_a_pick_stay_infinite() -> None:
     """Picks are loaded four at a time; where fewer are left, no earlier one's numbers are multiplied by zero."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    given: Case = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
     call = with_selection(random_call([9], [320], causal=True, **given), torch.arange(5).expand(1, 1, 9, 5), 64)
     with torch.no_grad():
         call.v[:, 70, 0, 3] = torch.inf  # of the second pick
@@ -195,7 +194,7 @@ def test_gradients_of_any_size() -> None:
     """Powers of two of dout are those of dq, though dq of a pick is in float16; its error is that of a float32 one."""
     torch.manual_seed(0)
     data = gradient_errors.draw("normal", 33, 256)
-    given: dict[str, Any] = {"nheads": 1, "nheads_k": 1, "head_dim": 128, "packed": False, "dtype": torch.bfloat16}
+    given: Case = {"nheads": 1, "nheads_k": 1, "head_dim": 128, "packed": False, "dtype": torch.bfloat16}
     call = with_selection(random_call([33], [256], causal=True, **given), torch.arange(4).expand(1, 1, 33, 4), 64)
     with torch.no_grad():
         for x, drawn_x in ((call.q, data.q), (call.k, data.k), (call.v, data.v)):
@@ -213,7 +212,7 @@ def test_gradients_of_any_size() -> None:
 def test_blocks_that_share_a_tile_make_one_pick() -> None:
     """All sixteens of a block of 64, selected in any order and several times, give the bits that the block gives."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
+    given: Case = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16}
     call, blocks = random_call([70], [200], causal=True, **given), torch.randint(-1, 4, (1, 1, 70, 2))
     parts = torch.where(blocks[..., None] < 0, -1, 4 * blocks[..., None] + torch.arange(4)).flatten(3)
     parts = torch.cat((parts, parts[..., :3]), 3)[..., torch.randperm(11)]

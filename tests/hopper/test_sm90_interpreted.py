@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.kernels.sm90.backward import backward_config
-from tests.lib.checks import bitwise_equal, each_of, random_call
+from tests.lib.checks import Case, bitwise_equal, each_of, random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.interpreted.common import EVERYTHING, H100
@@ -21,7 +21,7 @@ from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
 PACKED: dict[str, Any] = {"packed": True, "nheads_k": 1, **EVERYTHING}
-FORWARD: dict[str, dict[str, Any]] = {
+FORWARD: dict[str, Case] = {
     "d128-causal": {"head_dim": 128, "causal": True},
     "d128": {"head_dim": 128, "dtype": torch.float16},
     "d192-dv128-packed": {"head_dim": 192, "head_dim_v": 128, **PACKED},
@@ -31,7 +31,7 @@ FORWARD: dict[str, dict[str, Any]] = {
     "d128-row-of-a-bias": {"head_dim": 128, "bias": (1, 0, 1), "nheads": 3, "causal": True},
     "d256": {"head_dim": 256, "causal": True},
 }
-MAX_LOGITS: dict[str, dict[str, Any]] = {
+MAX_LOGITS: dict[str, Case] = {
     "causal": {"causal": True},
     "negative-scale": {"causal": True, "softmax_scale": -0.3},
     "grouped": {"nheads": 4, "nheads_k": 1, "packed": True, "softcap": 2.0, "window_size": (90, 20)},
@@ -46,7 +46,7 @@ EXTREME_ROWS: dict[str, Callable[[int], Tensor]] = {
     "hidden-suffix": lambda keys: torch.where(torch.arange(keys) < 120, torch.randn(keys), -torch.inf),
     "steep": lambda keys: torch.arange(keys) * 150.0,
 }
-BACKWARD: dict[str, dict[str, Any]] = {
+BACKWARD: dict[str, Case] = {
     "d64": {},
     "d128-packed": {"head_dim": 128, **PACKED},
     # Biases whose gradients are what the kernel computes: by TMA, in tiles or not; and sums of it.
@@ -60,7 +60,7 @@ BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
-LONG_FULL: dict[str, dict[str, Any]] = {
+LONG_FULL: dict[str, Case] = {
     "d64-halves-of-dV": {},
     "d128-80-queries": {"head_dim": 128, "nheads": 4, "nheads_k": 1},  # two tiles share a key head's sums
     "d128-80-queries-in-order": {"head_dim": 128, "nheads": 4, "nheads_k": 1, "deterministic": True},
@@ -69,11 +69,11 @@ LONG_FULL: dict[str, dict[str, Any]] = {
 
 def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"packed": False, "nheads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    given: Case = {"packed": False, "nheads": 2, "head_dim": 64, "dtype": torch.bfloat16}
     return random_call(queries, keys, **given | options)
 
 
-def lengths(options: dict[str, Any]) -> tuple[list[int], list[int]]:
+def lengths(options: Case) -> tuple[list[int], list[int]]:
     """Numbers of queries and keys; the longest of packed sequences is not the first."""
     return ([20, 130], [70, 200]) if options.get("packed") else ([130], [200])
 
@@ -96,7 +96,7 @@ def with_blocks(call: Call, size: int) -> Call:
 @pytest.mark.parametrize(
     "options", tiered(FORWARD, "d128-causal", rare=["d64-bias", "d128-row-of-a-bias"], values=True)
 )
-def test_forward(options: dict[str, Any]) -> None:
+def test_forward(options: Case) -> None:
     forward.check(drawn(*lengths(options), **options), random.Random(0), capability=H100)
 
 
@@ -127,7 +127,7 @@ def test_a_row_of_a_bias_that_is_the_lowest_number(softmax_scale: float) -> None
 
 
 @pytest.mark.parametrize("options", tiered(MAX_LOGITS, rare=["causal", "negative-scale", "d128", "mask"], values=True))
-def test_max_logits(options: dict[str, Any]) -> None:
+def test_max_logits(options: Case) -> None:
     """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)
     forward.check(call, random.Random(0), capability=H100, max_logits=True)
@@ -138,7 +138,7 @@ def test_max_logits(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", tiered(BACKWARD, rare=["d64", "d64-bias-of-heads"], values=True))
-def test_backward(options: dict[str, Any]) -> None:
+def test_backward(options: Case) -> None:
     options = dict(options)
     given = {"deterministic": options.pop("deterministic", False), "capability": H100}
     call = drawn(*lengths(options), **options)
@@ -154,7 +154,7 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("options", tiered(LONG_FULL, rare=["d128-80-queries-in-order"], values=True))
-def test_backward_of_long_full_masks(options: dict[str, Any]) -> None:
+def test_backward_of_long_full_masks(options: Case) -> None:
     options = dict(options)
     given = {"deterministic": options.pop("deterministic", False), "capability": H100, "as_long": True}
     call = drawn([130], [140], **options)

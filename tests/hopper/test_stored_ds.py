@@ -13,7 +13,7 @@ from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.backend import Launch
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 from flash_attn_cute.problem import block_tables
-from tests.lib.checks import random_call
+from tests.lib.checks import Case, random_call
 from tests.lib.interpreted.backward import Interpreted, check
 from tests.lib.interpreted.common import H100
 from tests.lib.oracle import Call
@@ -45,7 +45,7 @@ def call_of(
     queries: int,
     keys: int,
     batch: int,
-    options: dict[str, Any],
+    options: Case,
     change: Callable[[torch.Tensor], object] = lambda visible: None,
 ) -> Call:
     """A call whose mask shows some blocks of ``size``, 64 x 64 by default; ``change`` may change which."""

@@ -10,10 +10,19 @@ from torch import Tensor
 
 from flash_attn_cute.backends.portable import blockwise
 from tests.lib import oracle
-from tests.lib.checks import assert_matches_oracle, bitwise_equal, needs_kernels, packed_or_dense, random_call, run
+from tests.lib.checks import (
+    Case,
+    assert_matches_oracle,
+    needs_kernels,
+    packed_or_dense,
+    random_call,
+    run,
+    same_bits,
+    with_gradients,
+)
 from tests.lib.oracle import Call
 
-FEATURES: dict[str, dict[str, Any]] = {
+FEATURES: dict[str, Case] = {
     "causal": {"causal": True},
     "window": {"window_size": (5, 3)},
     "left": {"window_size": (4, None)},
@@ -38,7 +47,7 @@ def check(lengths_q: list[int], lengths_k: list[int] | None = None, **options: A
 
 
 def combine(features: tuple[str, ...]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    options: Case = {}
     for feature in features:
         for key, value in FEATURES[feature].items():
             if key == "window_size" and key in options:
@@ -100,7 +109,7 @@ EDGES = [0, 1, 31, 32, 127, 128, 129, 257]
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_lengths_around_block_edges(mask: str, seqlen_q: int, seqlen_k: int, device: str) -> None:
     """Both paths: without a softcap PyTorch's fused attention serves what it can."""
-    options: dict[str, Any] = {"causal": mask == "causal"}
+    options: Case = {"causal": mask == "causal"}
     if mask == "window":
         options["window_size"] = (40, 7)
     check([seqlen_q], [seqlen_k], device=device, **options)
@@ -108,14 +117,14 @@ def test_lengths_around_block_edges(mask: str, seqlen_q: int, seqlen_k: int, dev
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (200, 0), "sink": True}], ids=str)
-def test_long_and_odd(options: dict[str, Any], device: str) -> None:
+def test_long_and_odd(options: Case, device: str) -> None:
     check([2047, 1, 997], nheads=1, device=device, **options)
 
 
 @packed_or_dense
 @pytest.mark.parametrize("lengths", [(1, 300), (5, 300), (300, 5), (300, 1)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (20, 0)}, {}], ids=str)
-def test_kv_cache_shapes(options: dict[str, Any], lengths: tuple[int, int], packed: bool, device: str) -> None:
+def test_kv_cache_shapes(options: Case, lengths: tuple[int, int], packed: bool, device: str) -> None:
     """Decode, chunked prefill and more queries than keys, aligned to the bottom right, with a scale of its own."""
     check(
         [lengths[0]] * 3,
@@ -169,7 +178,7 @@ def test_additive_mask_of_minus_infinity(device: str) -> None:
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
 def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink: bool, device: str) -> None:
     """Merging two lse of -inf makes such gradients. They reach the sink's gradient alone, a part of which is lse's."""
-    shape: dict[str, Any] = {} if hidden_by == "causal" else {hidden_by: (1, 1, 1)}
+    shape: Case = {} if hidden_by == "causal" else {hidden_by: (1, 1, 1)}
     call = random_call([12], [12], sink=sink, device=device, **shape)
     fully_masked = torch.zeros(12, dtype=torch.bool, device=device)
     if hidden_by == "mask":
@@ -220,7 +229,7 @@ def test_many_equal_sequences(packed: bool, device: str) -> None:
 def test_small_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences and many heads are cut along rows, heads and batch; small budgets show every cut."""
     monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(elements, 32, 128))
-    options: dict[str, Any] = {"softcap": 2.0, "mask": (1, 1, 1), "bias": (1, 1, 1), "nheads": 6, "nheads_k": 3}
+    options: Case = {"softcap": 2.0, "mask": (1, 1, 1), "bias": (1, 1, 1), "nheads": 6, "nheads_k": 3}
     check([70] * 3, [50] * 3, packed=False, causal=True, **options)
     check([70, 20, 20], [50, 90, 90], window_size=(9, 4), **options)
 
@@ -263,8 +272,8 @@ def test_strides_of_mask_and_bias(packed: bool, device: str) -> None:
         changed = replace(call, mask=mask, bias=bias.requires_grad_())
         out = run(changed)
         leaves: Any = (changed.q, changed.k, changed.v, changed.bias)
-        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
-    assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+        results.append(with_gradients(out, leaves))
+    assert same_bits(*results)
 
 
 def every_other(x: Tensor) -> Tensor:
@@ -298,7 +307,7 @@ def test_strides_of_small_tensors(packed: bool, name: str, view: Any, where: str
     """Offsets, lengths and sinks may have any strides, and give the same bits as copies."""
     if name.startswith("cu_seqlens") and not packed:
         return
-    shape: dict[str, Any] = {"packed": packed, "head_dim": 64, "dtype": torch.bfloat16, "device": where}
+    shape: Case = {"packed": packed, "head_dim": 64, "dtype": torch.bfloat16, "device": where}
     call = random_call(
         [12, 30, 50], [25, 40, 50], seqused=True, sink=True, causal=True, bias_dtype=torch.float32, **shape
     )
@@ -312,8 +321,7 @@ def test_strides_of_small_tensors(packed: bool, name: str, view: Any, where: str
         douts = [torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y) for y in (out, lse)]
         results.append((out, lse, *torch.autograd.grad((out, lse), leaves, douts)))
     assert not strided.is_contiguous()
-    for a, b in zip(*results, strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])
@@ -322,8 +330,8 @@ def test_strides_of_the_gradient(softcap: float, device: str) -> None:
     call = random_call([30, 12], causal=True, softcap=softcap, device=device)
     out = run(call)
     for dout in (torch.randn(42, 16, 2, device=device).mT, torch.full((), 1.5, device=device).expand(out.shape)):
-        got = torch.autograd.grad(out, (call.q, call.k, call.v), dout, retain_graph=True)
-        expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.contiguous(), retain_graph=True)
+        got = torch.autograd.grad(out, call.qkv, dout, retain_graph=True)
+        expected = torch.autograd.grad(out, call.qkv, dout.contiguous(), retain_graph=True)
         torch.testing.assert_close(got, expected)
 
 

@@ -6,26 +6,26 @@ import pytest
 import torch
 
 from flash_attn_cute import flash_attn_varlen_func
-from tests.lib.checks import assert_matches_oracle, random_call, run, synchronisations
+from tests.lib.checks import Case, assert_matches_oracle, random_call, run, synchronisations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 40])
 @pytest.mark.parametrize("options", [{}, {"seqused": True, "softcap": 2.0, "causal": True, "sink": True}], ids=str)
-def test_one_transfer_a_pass(options: dict[str, Any], sequences: int) -> None:
+def test_one_transfer_a_pass(options: Case, sequences: int) -> None:
     """However many sequences there are."""
     call = random_call([*range(3, 3 + sequences)], dtype=torch.bfloat16, device="cuda", **options)
     dout = torch.randn_like(run(call))
-    given: dict[str, Any] = {name: value for name, value in vars(call).items() if value is not None}
+    given: Case = {name: value for name, value in vars(call).items() if value is not None}
 
     def forward() -> Any:
         return flash_attn_varlen_func(**given, max_seqlen_q=64, max_seqlen_k=64, backend="portable")
 
-    torch.autograd.grad(forward(), (call.q, call.k, call.v), dout)
+    torch.autograd.grad(forward(), call.qkv, dout)
     assert synchronisations(forward) == 1
     result = forward()
-    assert synchronisations(lambda: torch.autograd.grad(result, (call.q, call.k, call.v), dout)) == 1
+    assert synchronisations(lambda: torch.autograd.grad(result, call.qkv, dout)) == 1
 
 
 def test_no_transfer_without_offsets() -> None:

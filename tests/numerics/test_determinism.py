@@ -24,6 +24,7 @@ from tests.lib.checks import (
     assert_matches_oracle,
     bits,
     both_passes,
+    captured,
     differing,
     each_of,
     needs_kernels,
@@ -248,13 +249,11 @@ def test_replays(case: Case) -> None:
     """A captured graph gives the bits of the eager call every time: of its workspace nothing is left behind."""
     function = prepare(case, "sm90")
     expected = function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = function()
+    graph, found = captured(function)
 
     def replay() -> Results:
         graph.replay()
-        return captured
+        return found
 
     differs = differing(expected, replay, 50)
     assert not differs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, gradients, random_call
+from tests.lib.checks import Case, bitwise_equal, gradients, random_call, same_bits
 from tests.lib.integrations import Attend, alibi_truth, assert_served, recorded
 from tests.lib.oracle import Call
 
@@ -18,7 +18,7 @@ fa3: Any = flash_attn_interface
 
 
 def dense_call(**options: Any) -> Call:
-    given: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, **options}
+    given: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, **options}
     return random_call([7] * 2, [9] * 2, packed=False, **given)
 
 
@@ -63,8 +63,8 @@ def with_flash_attn(call: Call, *form: str, slopes: Tensor | None = None, determ
     ],
     ids=["causal", "left softcap", "window"],
 )
-def test_flash_attn(form: str, packed: bool, options: dict[str, Any]) -> None:
-    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8}
+def test_flash_attn(form: str, packed: bool, options: Case) -> None:
+    heads: Case = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8}
     lengths_q, lengths_k = ([5, 0, 9], [8, 3, 4]) if packed else ([7] * 2, [9] * 2)
     heads["dtype"] = torch.float64
     heads |= options
@@ -76,7 +76,7 @@ def test_flash_attn(form: str, packed: bool, options: dict[str, Any]) -> None:
 def test_flash_attn_3(form: str, packed: bool) -> None:
     """All by position, in its order."""
     lengths_q, lengths_k = ([5, 9], [8, 9]) if packed else ([7] * 2, [9] * 2)
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8, "seqused": packed}
+    options: Case = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8, "seqused": packed}
     options |= {"dtype": torch.float64, "window_size": (3, 1), "softcap": 2.0, "softmax_scale": 0.3}
     call = random_call(lengths_q, lengths_q if form != "q k v" else lengths_k, packed=packed, **options)
 
@@ -102,10 +102,10 @@ def test_flash_attn_3(form: str, packed: bool) -> None:
 
 def test_flash_attn_returns_out_alone_unless_asked() -> None:
     call = dense_call()
-    out = fa.flash_attn_func(call.q, call.k, call.v)
+    out = fa.flash_attn_func(*call.qkv)
     assert isinstance(out, Tensor)
     assert bitwise_equal(out, with_flash_attn(call)[0])
-    assert isinstance(fa.flash_attn_func(call.q, call.k, call.v, alibi_slopes=torch.rand(4)), Tensor)
+    assert isinstance(fa.flash_attn_func(*call.qkv, alibi_slopes=torch.rand(4)), Tensor)
 
 
 WINDOWS = [
@@ -123,7 +123,7 @@ WINDOWS = [
 @pytest.mark.parametrize("lengths", [(7, 9), (9, 7), (1, 5), (6, 1)], ids=str)
 @pytest.mark.parametrize("dims", [1, 2], ids=["heads", "batch and heads"])
 def test_alibi_dense(window: dict[str, Any], lengths: tuple[int, int], dims: int) -> None:
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "softcap": 5.0}
+    options: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "softcap": 5.0}
     call = random_call([lengths[0]] * 2, [lengths[1]] * 2, packed=False, **options, **window)
     slopes = torch.rand((4,) if dims == 1 else (2, 4))
     attend: Attend = lambda call: with_flash_attn(call, slopes=slopes)  # noqa: E731
@@ -133,7 +133,7 @@ def test_alibi_dense(window: dict[str, Any], lengths: tuple[int, int], dims: int
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("seqused", [False, True])
 def test_alibi_packed(window: dict[str, Any], seqused: bool) -> None:
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "seqused": seqused}
+    options: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "seqused": seqused}
     call = random_call([5, 0, 9, 1, 3], [8, 3, 4, 6, 0], **options, **window)
     slopes = torch.rand(4)
     attend: Attend = lambda call: with_flash_attn(call, slopes=slopes.expand(5, 4))  # noqa: E731
@@ -182,4 +182,4 @@ def test_autocast_does_not_round_alibi(causal: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = with_flash_attn(call, slopes=slopes)
     assert got[0].dtype == torch.bfloat16
-    assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert same_bits(got, expected)

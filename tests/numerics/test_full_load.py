@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, score_statistics
-from tests.lib.checks import Results, differing, each_of, hopper_alone, needs_kernels, offsets
+from tests.lib.checks import Case, Results, differing, each_of, hopper_alone, needs_kernels, offsets
 
 TOKENS, HEADS = 65_536, 8
-PASSES: dict[str, dict[str, Any]] = {
+PASSES: dict[str, Case] = {
     "plain": {},
     "causal": {"causal": True},
     "grouped": {"causal": True, "nheads_k": 2},
@@ -50,7 +50,7 @@ def normal(draw: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
 
 
-def call(d: int, d_v: int, options: dict[str, Any]) -> Callable[[], Results]:
+def call(d: int, d_v: int, options: Case) -> Callable[[], Results]:
     """Both passes of a call, deterministic."""
     draw = torch.Generator("cuda").manual_seed(0)
     options = {"seqlen": 512, "nheads_k": HEADS, "packed": False, "visible": 0.25, **options}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.checks import GRADS, each_of, packed_or_dense, random_call, run
+from tests.lib.checks import GRADS, Case, each_of, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Case] = {
     "fused": {"causal": True},
     "fused-sink-gqa": {"sink": True, "nheads_k": 1},
     "window": {"window_size": (2, 1)},
@@ -52,7 +52,7 @@ def gradcheck(call: Call, names: list[str]) -> bool:
 
 @packed_or_dense
 @each_of("options", CASES)
-def test_gradcheck(options: dict[str, Any], packed: bool) -> None:
+def test_gradcheck(options: Case, packed: bool) -> None:
     lengths = ([4, 1, 3], [5, 3, 2]) if packed else ([4, 4], [5, 5])
     call = random_call(*lengths, head_dim=2, packed=packed, dtype=torch.float64, **options)
     assert gradcheck(call, [name for name in GRADS if getattr(call, name) is not None])
@@ -61,7 +61,7 @@ def test_gradcheck(options: dict[str, Any], packed: bool) -> None:
 @pytest.mark.parametrize(("packed", "kept"), BROADCAST.values(), ids=BROADCAST)
 def test_gradcheck_of_a_broadcast_bias(packed: bool, kept: tuple[int, ...]) -> None:
     """Summed over every dimension that is broadcast, beside whatever shares a part of its arithmetic."""
-    options: dict[str, Any] = {"causal": sum(kept) % 2 == 0, "softcap": 1.5 * kept[-1], "nheads_k": 1 + kept[0]}
+    options: Case = {"causal": sum(kept) % 2 == 0, "softcap": 1.5 * kept[-1], "nheads_k": 1 + kept[0]}
     options["bias_layout"] = "transposed" if kept[1] else "sliced"
     lengths = ([4, 0, 3], [5, 3, 2]) if packed else ([4, 4], [5, 5])
     call = random_call(*lengths, head_dim=2, packed=packed, bias=kept, dtype=torch.float64, **options)
@@ -72,7 +72,7 @@ def test_gradcheck_of_a_broadcast_bias(packed: bool, kept: tuple[int, ...]) -> N
 def test_gradcheck_of_a_bias_with_padding_and_hidden_keys(packed: bool) -> None:
     """NaN in the padding, -inf at some keys and at all keys of a query: numerically nothing depends on any of them."""
     shape = (1, 1, 1) if packed else (1, 1, 1, 1)
-    options: dict[str, Any] = {"bias": shape, "mask": (1,), "dtype": torch.float64, "head_dim": 2}
+    options: Case = {"bias": shape, "mask": (1,), "dtype": torch.float64, "head_dim": 2}
     call = random_call([4, 1, 3], [5, 3, 2], packed=packed, seqused=True, **options)
     call.mask[0] = True
     with torch.no_grad():

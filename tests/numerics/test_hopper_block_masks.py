@@ -131,7 +131,7 @@ def half_blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[in
     visible = visible.cuda()
     if block_k != 192 and rng.random() < 0.5:
         indices, counts = visible.int().argsort(dim=-1, descending=True, stable=True), visible.sum(-1)
-        given: dict[str, Any] = {"block": (block_q, block_k), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        given: Case = {"block": (block_q, block_k), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         mask = BlockMask.from_indices(indices, counts, **given)
     else:
         mask = BlockMask.from_blocks(visible, (block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)

@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from tests.lib.checks import (
     GPU_ARCHITECTURE,
+    Case,
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
@@ -22,6 +23,8 @@ from tests.lib.checks import (
     poisoned_dout,
     random_call,
     run,
+    same_bits,
+    with_gradients,
 )
 from tests.lib.oracle import Call, attention
 
@@ -32,7 +35,7 @@ needs_two = pytest.mark.skipif(
 
 
 def call_of(*lengths: Any, **options: Any) -> Call:
-    shape: dict[str, Any] = {"nheads": 4, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    shape: Case = {"nheads": 4, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     return random_call(*lengths, **shape | options)
 
 
@@ -58,7 +61,7 @@ def strided(x: Tensor) -> Tensor:
 @packed_or_dense
 def test_strided_offsets_and_sinks(packed: bool) -> None:
     call = call_of([70, 5], [130, 64], packed=packed, seqused=True, causal=True, sink=True)
-    given: dict[str, Any] = {
+    given: Case = {
         name: strided(x)
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         if (x := getattr(call, name)) is not None
@@ -134,11 +137,11 @@ def test_no_keys_at_all(sink: bool) -> None:
     zeros = torch.zeros(4, dtype=torch.int32, device="cuda")
     call = replace(call, cu_seqlens_k=zeros, seqused_k=zeros[1:], causal=True, **empty)
     assert_matches_oracle(call, through_lse=True, backend="sm90")
-    given: dict[str, Any] = {name: value for name, value in vars(call).items() if value is not None}
+    given: Case = {name: value for name, value in vars(call).items() if value is not None}
 
     def passes() -> None:
         out, lse = flash_attn_varlen_func(**given, max_seqlen_q=70, max_seqlen_k=0, return_lse=True, backend="sm90")
-        leaves = [x for x in (call.q, call.k, call.v, call.learnable_sink) if x is not None]
+        leaves = [x for x in (*call.qkv, call.learnable_sink) if x is not None]
         torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
 
     passes()
@@ -190,7 +193,7 @@ def test_offsets_end_with_the_tensor() -> None:
     expected = both_passes(call, dout)
     q, k, v = (getattr(call, name) for name in "qkv")
     out = flash_attn_varlen_func(q, k, v, **beyond, max_seqlen_q=500, max_seqlen_k=900, backend="sm90")
-    for name, x in zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, (q, k, v), dout)), strict=True):
+    for name, x in zip(("out", "dq", "dk", "dv"), with_gradients(out, (q, k, v), dout), strict=True):
         assert bitwise_equal(x, expected[name]), name
 
 
@@ -224,7 +227,7 @@ def on_device(device: int, packed: bool) -> Callable[[], list[Tensor]]:
             out = flash_attn_varlen_func(q, k, v, cu, cu, 200, 200, causal=True, backend="sm90")
         else:
             out = flash_attn_func(*leaves, causal=True, backend="sm90")
-        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        return [*with_gradients(out, leaves)]
 
     return passes
 
@@ -235,7 +238,7 @@ def test_tensors_of_another_gpu(packed: bool) -> None:
     torch.cuda.set_device(0)
     results = [[x.cpu() for x in on_device(device, packed)()] for device in (1, 0)]
     assert torch.cuda.current_device() == 0
-    assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+    assert same_bits(*results)
 
 
 @needs_two
@@ -251,13 +254,13 @@ def test_capture_on_another_gpu() -> None:
             torch.cuda.synchronize()
             graph.capture_begin()
             with torch.cuda.device(0):
-                captured = passes()
+                found = passes()
             graph.capture_end()
-        for x in captured:
+        for x in found:
             x.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-    assert all(bitwise_equal(x.cpu(), e) for x, e in zip(captured, expected, strict=True))
+    assert same_bits([x.cpu() for x in found], expected)
 
 
 @needs_two
@@ -275,4 +278,4 @@ def test_threads_of_two_gpus() -> None:
     for thread in threads:
         thread.join()
     for got, wanted in zip(results, expected, strict=True):
-        assert all(bitwise_equal(x.cpu(), e) for x, e in zip(got, wanted, strict=True))
+        assert same_bits([x.cpu() for x in got], wanted)

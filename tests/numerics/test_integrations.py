@@ -141,7 +141,7 @@ def test_varlen_attn(window: tuple[int, int]) -> None:
 
     def attend(call: Call) -> tuple[Tensor, Tensor]:
         where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 8)
-        out, lse = packed_attn.varlen_attn(call.q, call.k, call.v, *where, **settings)
+        out, lse = packed_attn.varlen_attn(*call.qkv, *where, **settings)
         return out, lse
 
     assert_served(call, attend, through_lse=True)
@@ -151,7 +151,7 @@ def test_varlen_attn_of_older_releases() -> None:
     """is_causal was the eighth argument."""
     call = random_call([5, 9], nheads=2, causal=True, dtype=torch.float64)
     where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 9)
-    assert_served(call, lambda call: (packed_attn.varlen_attn(call.q, call.k, call.v, *where, True), None))
+    assert_served(call, lambda call: (packed_attn.varlen_attn(*call.qkv, *where, True), None))
 
 
 def test_varlen_attn_seqused() -> None:
@@ -161,7 +161,7 @@ def test_varlen_attn_seqused() -> None:
         call.q.copy_(torch.randn_like(call.q))
     where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20)
     attend: Attend = lambda call: (  # noqa: E731
-        packed_attn.varlen_attn(call.q, call.k, call.v, *where, seqused_k=call.seqused_k),
+        packed_attn.varlen_attn(*call.qkv, *where, seqused_k=call.seqused_k),
         None,
     )
     assert_served(call, attend)
@@ -174,7 +174,7 @@ def with_te(call: Call, lengths_q: list[int], lengths_k: list[int], mask: str, *
     true_q = offsets(lengths_q)
     true_k = true_q if lengths_k is lengths_q else offsets(lengths_k)
     where: Any = (true_q, true_k, call.cu_seqlens_q, call.cu_seqlens_k, max(lengths_q), max(lengths_k))
-    out = te.thd_attention(call.q, call.k, call.v, *where, mask, **options)
+    out = te.thd_attention(*call.qkv, *where, mask, **options)
     assert out.ndim == 2
     return out.unflatten(-1, (call.q.shape[-2], -1))
 
@@ -258,7 +258,7 @@ def test_thd_without_padding() -> None:
         where: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
 
         def attend(call: Call, where: Any = where, mask: str = mask) -> tuple[Tensor, None]:
-            out = te.thd_attention(call.q, call.k, call.v, *where, attn_mask_type=mask)
+            out = te.thd_attention(*call.qkv, *where, attn_mask_type=mask)
             return out.unflatten(-1, (2, -1)), None
 
         assert_served(call, attend, truth)

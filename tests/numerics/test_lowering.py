@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func
-from tests.lib.checks import assert_matches_oracle, bitwise_equal, draws, each_of, needs_kernels, random_call
+from tests.lib.checks import (
+    Case,
+    assert_matches_oracle,
+    bitwise_equal,
+    compiled,
+    draws,
+    each_of,
+    needs_kernels,
+    random_call,
+)
 from tests.lib.masks import listed, positions
 from tests.lib.oracle import Call
 
@@ -61,7 +69,7 @@ def drawn(rng: random.Random, device: str, **options: Any) -> Call:
     return replace(call, block_mask=moved(mask, device), shown=shown.to(device))
 
 
-CALLS: dict[str, dict[str, Any]] = {
+CALLS: dict[str, Case] = {
     "plain": {},
     "grouped heads": {"nheads": 4, "nheads_k": 2, "head_dim_v": 8},
     "causal, sink": {"causal": True, "sink": True},
@@ -78,7 +86,7 @@ def check(call: Call, count: int, **options: Any) -> None:
 
 
 @each_of("options", CALLS)
-def test_windows_and_documents(options: dict[str, Any], fuzz_seconds: float) -> None:
+def test_windows_and_documents(options: Case, fuzz_seconds: float) -> None:
     for count, rng in draws(str(options), fuzz_seconds / 2):
         torch.manual_seed(count)
         call = drawn(rng, "cpu", dtype=rng.choice([torch.float32, torch.float64]), **options)
@@ -202,9 +210,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> 
 
 
 def test_compiled() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    step = torch.compile(attend, backend=counter, fullgraph=True)
+    step, counter = compiled(attend)
     for at in (300, 512, 700, 100, 640):
         mask = (BlockMask.documents((torch.arange(800) >= at).long()) & BlockMask.causal(800, 800)).build()
         q, k, v = (torch.randn(1, 800, 2, 16, requires_grad=True) for _ in range(3))
@@ -226,10 +232,8 @@ class Layer(torch.nn.Module):
 
 def test_documents_of_other_lengths_in_a_module() -> None:
     """Neither their number nor the bound on their lengths compiles anew, once both have changed."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
     layer = Layer()
-    step = torch.compile(layer, backend=counter, fullgraph=True)
+    step, counter = compiled(layer, "eager")
     for rows in (512, 256, 128, 200, 1024):
         layer.mask = BlockMask.documents(torch.arange(1024)[None] // rows).build()
         x = torch.randn(1, 1024, 1, 8)

@@ -25,9 +25,11 @@ from tests.lib.checks import (
     assert_close,
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
+    assert_results_close,
     bitwise_equal,
     both_passes,
     call_on,
+    check_on,
     differing,
     drawn_call,
     draws,
@@ -39,6 +41,7 @@ from tests.lib.checks import (
     poisoned_dout,
     refilled,
     run,
+    with_gradients,
 )
 from tests.lib.oracle import Call
 
@@ -156,11 +159,6 @@ DENSE_CASES = matrix(4, DENSE_LENGTHS, DENSE)
 PACKED_CASES = matrix(3, PACKED_LENGTHS, PACKED)
 
 
-def check(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> None:
-    asked = {name: options.pop(name) for name in ("through_lse", "deterministic") if name in options}
-    assert_matches_oracle(call_on(backend, lengths_q, lengths_k, **options), backend=backend, **asked)
-
-
 @each_on(DENSE_CASES, one_in=20)
 def test_dense(backend: str, case: Case) -> None:
     options = dict(case)
@@ -168,20 +166,20 @@ def test_dense(backend: str, case: Case) -> None:
     lengths_q, lengths_k = ([size] * batch for size in sizes)
     if options.get("seqused"):
         lengths_q, lengths_k = ([size, size // 2, max(0, size - 1)][:batch] for size in sizes)
-    check(backend, lengths_q, lengths_k, packed=False, **options)
+    check_on(backend, lengths_q, lengths_k, packed=False, **options)
 
 
 @each_on(PACKED_CASES, one_in=10)
 def test_packed(backend: str, case: Case) -> None:
     options = dict(case)
-    check(backend, *options.pop("lengths"), **options)
+    check_on(backend, *options.pop("lengths"), **options)
 
 
 @on_each_backend
 @pytest.mark.parametrize("shape", [{"bias": (1, 1, 1, 1)}, {"mask": (1, 1), "bias": (1, 0, 0, 1)}], ids=str)
 def test_long_rows(shape: Case, backend: str) -> None:
     """Rows of many tiles of keys, and no length that a vector or a line of memory divides."""
-    check(backend, [4095] if backend == "sm90" else [130], [4095], packed=False, nheads=1, **shape)
+    check_on(backend, [4095] if backend == "sm90" else [130], [4095], packed=False, nheads=1, **shape)
 
 
 # --- Padding.
@@ -360,13 +358,7 @@ def test_large_biases(backend: str, bias_dtype: torch.dtype) -> None:
     dout = torch.randn(call.q.shape, dtype=torch.float64).to(call.q)
     out, lse = run(large, return_lse=True, backend=backend)
     results = {"out": out, "lse": lse - shift[:, 0], **gradients(large, out, lse, dout, None)}
-    references = []
-    for dtype in (torch.float64, torch.bfloat16):
-        each = plain.to(dtype)
-        out, lse = oracle.attention(each)
-        references.append({"out": out, "lse": lse, **gradients(each, out, lse, dout, None)})
-    for name, got in results.items():
-        assert_close(name, got, references[0][name], references[1][name], 2.0, references[0][name].abs().max().item())
+    assert_results_close(plain, results, dout)
 
 
 @on_each_backend
@@ -413,14 +405,7 @@ def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: s
     assert (both[0]["dq"][:, rows] == 0).all()
     dout[:, rows] = 0
     out, lse = run(call, return_lse=True, backend=backend)
-    got = gradients(call, out, lse, dout, None)
-    references = []
-    for dtype in (torch.float64, torch.bfloat16):
-        each = call.to(dtype)
-        out, lse = oracle.attention(each)
-        references.append(gradients(each, out, lse, dout, None))
-    for name, x in got.items():
-        assert_close(name, x, references[0][name], references[1][name], 2.0, references[0][name].abs().max().item())
+    assert_results_close(call, gradients(call, out, lse, dout, None), dout)
 
 
 # --- The gradient of a bias.
@@ -467,7 +452,7 @@ def test_bias_without_a_gradient(backend: str, packed: bool, given_back: list[Gr
     results = []
     for each in (call, constant):
         out = run(each, backend=backend, deterministic=True)
-        results.append((out, *torch.autograd.grad(out, (each.q, each.k, each.v), dout)))
+        results.append(with_gradients(out, (each.q, each.k, each.v), dout))
     with_it, without = given_back
     assert with_it.dbias is not None
     assert without.dbias is None

@@ -15,6 +15,8 @@ from tests.lib.checks import (
     bitwise_equal,
     both_passes,
     call_on,
+    captured,
+    compiled,
     each_of,
     each_on,
     gradients,
@@ -23,7 +25,9 @@ from tests.lib.checks import (
     on_each_backend,
     poisoned_dout,
     run,
+    same_bits,
     synchronisations,
+    with_gradients,
 )
 from tests.lib.oracle import Call
 
@@ -129,9 +133,7 @@ def test_graph_capture(case: Case) -> None:
     call, dout = around("sm90", case)
     function = both_passes(call, dout, deterministic=True, backend="sm90")
     function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = function()
+    graph, found = captured(function)
     with torch.no_grad():
         call.bias.normal_()
         call.mask.copy_(torch.rand(call.mask.shape, device="cuda") < 0.5)
@@ -139,13 +141,12 @@ def test_graph_capture(case: Case) -> None:
     for _ in range(2):
         graph.replay()
     for name, expected in function().items():
-        assert bitwise_equal(captured[name], expected), name
+        assert bitwise_equal(found[name], expected), name
 
 
 @each_on(AROUND, one_in=2)
 def test_compiled(backend: str, case: Case) -> None:
     """One graph gives the bits of the eager call."""
-    torch.compiler.reset()
     call, dout = around(backend, case)
     tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
     leaves = [x for x in tensors.values() if x.requires_grad]
@@ -156,13 +157,8 @@ def test_compiled(backend: str, case: Case) -> None:
         out: Tensor = function(**given, **bounds, causal=call.causal, deterministic=True, backend=backend)
         return out
 
-    results = []
-    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if backend == "sm90" else "aot_eager")
-    for function in (attend, compiled):
-        out = function(tensors)
-        results.append((out, *torch.autograd.grad(out, leaves, dout)))
-    for a, b in zip(*results, strict=True):
-        assert bitwise_equal(a, b)
+    step, _ = compiled(attend, "inductor" if backend == "sm90" else "aot_eager")
+    assert same_bits(*(with_gradients(function(tensors), leaves, dout) for function in (attend, step)))
 
 
 @needs_kernels

@@ -23,6 +23,7 @@ from tests.lib.checks import (
     needs_kernels,
     on_each_backend,
     run,
+    same_bits,
 )
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
@@ -137,13 +138,13 @@ def test_what_is_returned() -> None:
     """In the order out, lse, max_logits; and what is not a bool is refused."""
     call = call_on("portable", [5], [7], packed=False)
     attend: Any = flash_attn_func
-    out, lse, max_logits = attend(call.q, call.k, call.v, return_lse=True, return_max_logits=True)
+    out, lse, max_logits = attend(*call.qkv, return_lse=True, return_max_logits=True)
     assert (out.shape, lse.shape, max_logits.shape) == ((1, 5, 4, 64), (1, 4, 5), (4,))
-    alone, beside = attend(call.q, call.k, call.v, return_max_logits=True)
+    alone, beside = attend(*call.qkv, return_max_logits=True)
     assert torch.equal(alone, out)
     assert torch.equal(beside, max_logits)
     with pytest.raises(TypeError, match="return_max_logits: expected a bool, got 1"):
-        attend(call.q, call.k, call.v, return_max_logits=1)
+        attend(*call.qkv, return_max_logits=1)
     wide = run(call.to(torch.float64), return_max_logits=True)[1]
     assert wide.dtype == torch.float64
     assert_max_logits_close(wide, call.to(torch.float64))
@@ -162,7 +163,7 @@ def test_compiled_programs(backend: str) -> None:
 
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for scale in (0.1, 0.3):
-        out, doubled = compiled(call.q, call.k, call.v, call.cu_seqlens_q, scale)
+        out, doubled = compiled(*call.qkv, call.cu_seqlens_q, scale)
         assert not doubled.requires_grad
         assert_max_logits_close(doubled / 2, dataclasses.replace(call, softmax_scale=scale))
         out.sum().backward()
@@ -174,7 +175,7 @@ def test_compiled_programs(backend: str) -> None:
 def test_transforms() -> None:
     """A maximum for each slice that is mapped over, and gradients of functions whose auxiliary result it is."""
     call = call_on("portable", [9] * 6, [11] * 6, packed=False)
-    q, k, v = (x.detach().unflatten(0, (2, 3)) for x in (call.q, call.k, call.v))
+    q, k, v = (x.detach().unflatten(0, (2, 3)) for x in call.qkv)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, max_logits = flash_attn_func(q, k, v, return_max_logits=True)
@@ -191,7 +192,7 @@ def test_transforms() -> None:
 def test_nested_tensors_and_autocast(backend: str) -> None:
     call = call_on(backend, [70, 30], [70, 30], nheads=2)
     offsets = call.cu_seqlens_q.long()
-    nested = [torch.nested.nested_tensor_from_jagged(x.detach(), offsets) for x in (call.q, call.k, call.v)]
+    nested = [torch.nested.nested_tensor_from_jagged(x.detach(), offsets) for x in call.qkv]
     attend: Any = flash_attn_func
     out, max_logits = attend(*nested, backend=backend, return_max_logits=True)
     assert out.is_nested
@@ -224,8 +225,7 @@ def test_other_results_have_the_same_bits(case: Case) -> None:
     with torch.no_grad():
         plain = run(call, backend="sm90", return_lse=True)
         first, second = (run(call, backend="sm90", return_lse=True, return_max_logits=True) for _ in range(2))
-    for a, b in zip(plain, first[:2], strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(plain, first[:2])
     assert bitwise_equal(first[2], second[2])
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.utils.flop_counter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.problem.block_tables import NUM_FLAT
-from tests.lib.checks import GRADS, bitwise_equal, offsets, packed_or_dense, random_call, run
+from tests.lib.checks import GRADS, Case, bitwise_equal, compiled, offsets, packed_or_dense, random_call, run
 from tests.lib.oracle import Call
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Case] = {
     "plain": {},
     "causal": {"causal": True, "seqused": True},
     "everything": {
@@ -37,7 +36,7 @@ def op_arguments(
 ) -> tuple[Any, ...]:
     left, right = call.window_size
     longest = max(call.q.shape[-3], call.k.shape[-3])
-    tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    tensors = (*call.qkv, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     tables = [None] * (NUM_FLAT + 2)  # of a block mask, and its real rows
     extra = (call.learnable_sink, call.mask, call.bias, *tables, selected)
     right = 0 if call.causal else right
@@ -70,7 +69,7 @@ def test_opcheck_of_selected_blocks(packed: bool, device: str) -> None:
 
 def check_operators(call: Call, arguments: tuple[Any, ...]) -> None:
     with torch.no_grad():
-        for x in (call.q, call.k, call.v):
+        for x in call.qkv:
             x.nan_to_num_(0, 0, 0)
     torch.library.opcheck(torch.ops.flash_attn_cute.forward.default, arguments)
     out, lse, *_ = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
@@ -82,12 +81,6 @@ def check_operators(call: Call, arguments: tuple[Any, ...]) -> None:
         torch.library.opcheck(
             torch.ops.flash_attn_cute.backward.default, (*backward, need_dbias, need_dsink, *detached)
         )
-
-
-def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], Any]:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -216,7 +209,7 @@ def compiled_whole(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("way", [as_is, watched, compiled_whole])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "bias": (1, 1), "sink": True}], ids=["fused", "blockwise"])
 @packed_or_dense
-def test_autocast(packed: bool, options: dict[str, Any], way: Any, device: str) -> None:
+def test_autocast(packed: bool, options: Case, way: Any, device: str) -> None:
     """Autocast equals casting by hand: the dtypes, and the precision inside. Leaves have gradients of their own dtypes.
 
     Rotary embeddings leave q and k in float32, linear layers give v in the lower precision.

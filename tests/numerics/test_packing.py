@@ -11,10 +11,10 @@ from flash_attn_cute.backends import packing
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls.dispatch import BACKENDS
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
-from tests.lib.checks import bitwise_equal, each_of, random_call
+from tests.lib.checks import Case, each_of, random_call, same_bits
 from tests.lib.oracle import Call, window
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMS: dict[str, Case] = {
     "packed": {"packed": True, "seqused": False},
     "packed, seqused": {"packed": True, "seqused": True},
     "dense": {"packed": False, "seqused": False},
@@ -113,8 +113,7 @@ def test_backends_agree_on_rewritten_calls(form: dict[str, Any]) -> None:
             out, lse, *_ = BACKENDS["portable"].forward(spec, rewritten)
             grads = BACKENDS["portable"].backward(BackwardCall(spec, rewritten, out, lse, torch.ones_like(out)))
             results.append((out, lse, *grads[:3]))
-        for a, b in zip(*results, strict=True):
-            assert bitwise_equal(a, b)
+        assert same_bits(*results)
 
 
 @each_of("form", FORMS)

@@ -1,6 +1,7 @@
 """Padded batches and nested tensors, as packed sequences or by seqused: against the oracle, and without waiting."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
-from tests.lib.checks import assert_close, bitwise_equal, each_of, gradients, offsets
+from tests.lib.checks import Case, assert_close, bitwise_equal, each_of, gradients, offsets, same_bits, with_gradients
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -38,7 +39,7 @@ MASKS = {
     "no padding": mask_of("xxxx xxxx"),
     "one row": mask_of("x . x"),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Case] = {
     "full": {},
     "causal": {"causal": True},
     "window and sink": {
@@ -82,7 +83,7 @@ def attend_packed(mask: Tensor, total: int | None, q: Tensor, k: Tensor, v: Tens
     return rows.unpack(out)
 
 
-def assert_same(got: list[Tensor], expected: list[Tensor], mask: Tensor, mask_k: Tensor) -> None:
+def assert_same(got: Sequence[Tensor], expected: list[Tensor], mask: Tensor, mask_k: Tensor) -> None:
     named = zip(("out", "dq", "dk", "dv"), (mask, mask, mask_k, mask_k), got, expected, strict=True)
     for name, real, x, truth in named:
         assert_close(name, x, truth, truth, 2.0, max(1.0, truth.abs().max().item() if truth.numel() else 0.0))
@@ -92,19 +93,17 @@ def assert_same(got: list[Tensor], expected: list[Tensor], mask: Tensor, mask_k:
 @each_of("options", OPTIONS)
 @pytest.mark.parametrize("slack", [None, 0, 3])
 @each_of("mask", MASKS)
-def test_packed_rows_match_the_oracle(mask: Tensor, slack: int | None, options: dict[str, Any]) -> None:
+def test_packed_rows_match_the_oracle(mask: Tensor, slack: int | None, options: Case) -> None:
     qkv, dout = leaves(mask), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
     dout[~mask] = torch.nan
     total = None if slack is None else int(mask.sum()) + slack
     out = attend_packed(mask, total, *qkv, **options)
-    assert_same(
-        [out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask, **options), mask, mask
-    )
+    assert_same(with_gradients(out, qkv, dout), expected_results(qkv, mask, dout, mask, **options), mask, mask)
 
 
 @each_of("options", OPTIONS)
 @pytest.mark.parametrize("form", ["mask", "lengths"])
-def test_seqused_matches_the_oracle(form: str, options: dict[str, Any]) -> None:
+def test_seqused_matches_the_oracle(form: str, options: Case) -> None:
     """Right padding of queries and of keys, which differ."""
     mask, mask_k = MASKS["right"], mask_of("xx. ... xxx x..")
     qkv, dout = leaves(mask, mask_k), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
@@ -112,9 +111,7 @@ def test_seqused_matches_the_oracle(form: str, options: dict[str, Any]) -> None:
     used_q, used_k = (seqused_of(real if form == "mask" else real.sum(1)) for real in (mask, mask_k))
     assert used_q.dtype == torch.int32
     out = flash_attn_func(*qkv, seqused_q=used_q, seqused_k=used_k, **options)
-    assert_same(
-        [out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask_k, **options), mask, mask_k
-    )
+    assert_same(with_gradients(out, qkv, dout), expected_results(qkv, mask, dout, mask_k, **options), mask, mask_k)
 
 
 def test_queries_and_keys_of_two_masks() -> None:
@@ -124,7 +121,7 @@ def test_queries_and_keys_of_two_masks() -> None:
     packed = rows.pack(qkv[0]), keys.pack(qkv[1]), keys.pack(qkv[2])
     out = flash_attn_varlen_func(*packed, rows.cu_seqlens, keys.cu_seqlens, rows.max_seqlen, keys.max_seqlen)
     out = rows.unpack(out)
-    assert_same([out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask_k), mask, mask_k)
+    assert_same(with_gradients(out, qkv, dout), expected_results(qkv, mask, dout, mask_k), mask, mask_k)
 
 
 @pytest.mark.parametrize("slack", [None, 3])
@@ -142,10 +139,9 @@ def test_padding_reaches_nothing(slack: int | None) -> None:
         behind = torch.arange(hidden.shape[0]) >= packed_fill
         out = rows.unpack(hidden.masked_fill(behind[:, None], fill))
         dout = torch.ones_like(out).masked_fill(~mask[..., None], fill)
-        results.append([out, *torch.autograd.grad(out, (x, w), dout)])
-    for a, b in zip(*results, strict=True):
-        assert bitwise_equal(a, b)
-        assert a.isfinite().all()
+        results.append(with_gradients(out, (x, w), dout))
+    assert same_bits(*results)
+    assert all(x.isfinite().all() for x in results[0])
 
 
 masks = st.integers(0, 4).flatmap(
@@ -249,18 +245,12 @@ def test_compiled(backend: str) -> None:
     for function, mask in ((attend, MASKS["holes"]), (attend_right, MASKS["right"])):
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         qkv = leaves(mask)
-        results = []
-        for run in (function, compiled):
-            out = run(mask, *qkv)
-            dout = torch.ones_like(out)
-            results.append([out, *torch.autograd.grad(out, qkv, dout)])
-        for a, b in zip(*results, strict=True):
-            assert bitwise_equal(a, b)
+        assert same_bits(*(with_gradients(run(mask, *qkv), qkv) for run in (function, compiled)))
 
 
 def test_compiled_for_other_shapes_and_without_a_bound() -> None:
     torch._dynamo.reset()
-    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    options: Case = {"backend": "aot_eager", "fullgraph": True}
     bounded = torch.compile(lambda m, x: Packing.of(m, x.shape[1] * 2).pack(x), dynamic=True, **options)
     for rows in (7, 9, 12):
         mask, x = torch.rand(3, rows) < 0.5, torch.randn(3, rows, 2)
@@ -398,7 +388,7 @@ def jagged(lengths: list[int], *, heads: int = 4, d: int = 8, like: Any = None, 
     """A random jagged tensor in float64, of new offsets or those of another one, whose longest sequence is known."""
     values = torch.randn(sum(lengths), heads, d, dtype=torch.float64)
     cu = torch.tensor([0, *lengths]).cumsum(0) if like is None else like.offsets()
-    bounds: dict[str, Any] = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)} if known else {}
+    bounds: Case = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)} if known else {}
     return torch.nested.nested_tensor_from_jagged(values, cu, **bounds).requires_grad_()
 
 
@@ -406,14 +396,15 @@ def jagged(lengths: list[int], *, heads: int = 4, d: int = 8, like: Any = None, 
 @pytest.mark.parametrize("lengths_k", [None, [4, 0, 9]], ids=["self", "cross"])
 @each_of("options", OPTIONS)
 def test_nested_tensors_match_the_oracle(
-    options: dict[str, Any], lengths_k: list[int] | None, known: bool, monkeypatch: pytest.MonkeyPatch
+    options: Case, lengths_k: list[int] | None, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [5, 1, 8]
     q = jagged(lengths, known=known)
     k = jagged(lengths_k or lengths, heads=2, like=None if lengths_k else q, known=known)
     v = jagged(lengths_k or lengths, heads=2, like=k, d=16, known=known)
+    attend: Any = flash_attn_func
     with NeverWaiting():
-        out, lse = flash_attn_func(q, k, v, return_lse=True, **options)
+        out, lse = attend(q, k, v, return_lse=True, **options)
         dout, dlse = torch.randn(14, 4, 16, dtype=torch.float64), torch.randn(4, 14, dtype=torch.float64)
         grads = torch.autograd.grad((out.values(), lse.values()), (q, k, v), (dout, dlse))
     assert out.offsets() is q.offsets()

@@ -1,12 +1,12 @@
 """Padding: exact zeros in every result, and whatever stands there reaches nothing."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.lib.checks import (
+    Case,
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
     bitwise_equal,
@@ -20,7 +20,7 @@ from tests.lib.checks import (
 )
 from tests.lib.oracle import Call
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Case] = {
     "plain": {},
     "causal": {"causal": True},
     "blockwise": {"causal": True, "softcap": 3.0, "sink": True, "bias": (1, 1, 1), "mask": (1, 1, 1)},
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @packed_or_dense
 @each_of("options", OPTIONS)
-def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
+def test_padding_reaches_nothing(options: Case, packed: bool, dtype: torch.dtype, device: str) -> None:
     """Padding of NaN, Inf and large numbers: the same bits as padding of zeros, and exact zeros where it stands.
 
     No sequence has more than two tiles of keys, so that the same bits of dq do not depend on the order of a sum.
@@ -63,7 +63,7 @@ def test_the_check_sees_padding_that_counts(packed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @packed_or_dense
 @each_of("options", OPTIONS)
-def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
+def test_unwritten_padding(options: Case, packed: bool, dtype: torch.dtype, device: str) -> None:
     """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN).
 
     They come from two kernels, and the compiler may fuse a multiplication and an addition in one of them and not in the
@@ -99,7 +99,7 @@ def test_sequences_without_partners_are_real_rows() -> None:
     "options", [{"causal": True}, {"window_size": (30, 3)}, {"causal": True, "sink": True}], ids=str
 )
 def test_queries_that_see_no_key(
-    options: dict[str, Any], packed: bool, seqused: bool, dtype: torch.dtype, through_lse: bool, device: str
+    options: Case, packed: bool, seqused: bool, dtype: torch.dtype, through_lse: bool, device: str
 ) -> None:
     lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
     call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
@@ -110,7 +110,7 @@ def test_queries_that_see_no_key(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
     """More than a tile of them before the first sequence and behind the last, or nothing but them."""
-    shape: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
+    shape: Case = {"nheads": 8, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
     call = random_call([150, 60, 250, 300], causal=True, sink=True, device=device, **shape)
     call = replace(call, cu_seqlens_q=call.cu_seqlens_q[kept], cu_seqlens_k=call.cu_seqlens_k[kept])
     poison_padding(call)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
@@ -17,13 +16,18 @@ from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,
     DTYPES,
+    Case,
     assert_rows_reach_nothing,
+    captured,
+    compiled,
     each_of,
     needs_kernels,
     on_each_backend,
     packed_or_dense,
     random_call,
     run,
+    same_bits,
+    with_gradients,
 )
 from tests.lib.masks import listed
 from tests.lib.oracle import Call
@@ -137,7 +141,7 @@ MASKS: dict[str, Callable[[str], Masked]] = {
 
 def call_under(made: Masked, backend: str, **options: Any) -> tuple[Call, Tensor, Tensor]:
     """A random call under a mask, and its rows of padding."""
-    given: dict[str, Any] = {"packed": False, "dtype": DTYPES[backend], "device": DEVICES[backend]} | options
+    given: Case = {"packed": False, "dtype": DTYPES[backend], "device": DEVICES[backend]} | options
     call = random_call([made.queries.shape[1]] * BATCH, [made.keys.shape[1]] * BATCH, **given)
     return replace(call, block_mask=made.mask), made.queries.expand(BATCH, -1), made.keys.expand(BATCH, -1)
 
@@ -152,7 +156,7 @@ def test_masks(make: Callable[[str], Masked], backend: str) -> None:
     assert run(call, return_lse=True, backend=backend)[1].transpose(1, 2)[queries].isneginf().all()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Case] = {
     "gqa": {"nheads": 4, "nheads_k": 2, "head_dim_v": 8},
     "causal": {"causal": True},
     "window": {"window_size": (50, 20), "nheads": 4, "nheads_k": 2},
@@ -170,7 +174,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @on_each_backend
 @each_of("options", OPTIONS)
-def test_options(options: dict[str, Any], backend: str) -> None:
+def test_options(options: Case, backend: str) -> None:
     call, queries, keys = call_under(short(DEVICES[backend]), backend, **options)
     if backend != "portable" and call.mask is not None:
         pytest.skip("no kernel has a mask beside a block mask")
@@ -193,7 +197,7 @@ def test_beside_sequences_and_lengths(packed: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"seqused": True}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_kernels_get_zeros(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_zeros(name: str, options: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels get zeros in the padding, in both passes. This needs no GPU."""
     kernels = CuteBackend(ARCHITECTURES[name])
     given: list[tuple[Any, ...]] = []
@@ -204,11 +208,12 @@ def test_kernels_get_zeros(name: str, options: dict[str, Any], monkeypatch: pyte
 
     monkeypatch.setattr(kernels, "_launch_forward", launch)
     monkeypatch.setattr(kernels, "_launch_backward", launch)
-    call = random_call([ROWS] * 2, dtype=torch.bfloat16, nheads=4, nheads_k=2, **{"packed": False} | options)
+    shape: Case = {"dtype": torch.bfloat16, "nheads": 4, "nheads_k": 2, "packed": False}
+    call = random_call([ROWS] * 2, **shape | options)
     is_packed = call.cu_seqlens_q is not None
     made = of(*(ids(20, "cpu", 1, x.shape[-3]) for x in (call.q, call.k)))
     queries, keys = (x[0] if is_packed else x.expand(BATCH, -1) for x in made[1:])
-    q, k, v = (x.detach().clone() for x in (call.q, call.k, call.v))
+    q, k, v = (x.detach().clone() for x in call.qkv)
     q[queries], k[keys], v[keys] = torch.nan, torch.inf, -torch.inf
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
     inputs = AttentionInputs(q, k, v, *lengths, None, None, None, ROWS, ROWS, made.mask.tables(q.device, backward=True))
@@ -258,9 +263,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 def test_compiled() -> None:
     """Padding differs from mask to mask: one program serves all that have some, another one those without."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    step = torch.compile(attend, backend=counter, fullgraph=True)
+    step, counter = compiled(attend)
     for seed, has_padding in enumerate((True, True, False, True, False)):
         torch.manual_seed(seed)
         found = ids(20, "cpu") if has_padding else ids(20, "cpu").clamp(min=0)
@@ -289,14 +292,11 @@ def test_captured() -> None:
     def both_passes() -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = flash_attn_func(*leaves, block_mask=mask, deterministic=True, backend="sm90")
-        return (out, *torch.autograd.grad(out, leaves, q))
+        return with_gradients(out, leaves, q)
 
     expected = both_passes()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both_passes()
+    graph, found = captured(both_passes)
     for x in (q, k, v):
         x[made.queries] = torch.nan
     graph.replay()
-    for got, wanted in zip(captured, expected, strict=True):
-        assert torch.equal(got, wanted)
+    assert same_bits(found, expected)

@@ -121,9 +121,7 @@ def test_gradients_of_bias_and_sink_are_summed_in_float32(backend: str, bias: tu
     dout, found = torch.randn_like(call.q), {}
     for dtype in (torch.bfloat16, torch.float32):
         b, sink = (x.detach().bfloat16().to(dtype).requires_grad_() for x in (call.bias, call.learnable_sink))
-        out = flash_attn_func(
-            *(x.detach() for x in (call.q, call.k, call.v)), bias=b, learnable_sink=sink, backend=backend
-        )
+        out = flash_attn_func(*(x.detach() for x in call.qkv), bias=b, learnable_sink=sink, backend=backend)
         found[dtype] = torch.autograd.grad(out, (b, sink), dout)
     for low, exact in zip(found[torch.bfloat16], found[torch.float32], strict=True):
         assert 0 < (low - exact).norm() < 2.0**-8 * exact.norm()
@@ -150,7 +148,7 @@ def test_compiled_and_checked_operators(backend: str) -> None:
     """Fakes know of residuals as kernels do, and the compiled program saves them for its backward pass."""
     call = call_on(backend, [70], [70], packed=False, causal=True, dtype=torch.bfloat16)
     with torch.no_grad():
-        inputs, plan = prepare(AttentionCall(call.q, call.k, call.v, options=OPTIONS, backend=backend), backward=True)
+        inputs, plan = prepare(AttentionCall(*call.qkv, options=OPTIONS, backend=backend), backward=True)
         flat = flat_call.flatten(inputs, plan)
         torch.library.opcheck(
             torch.ops.flash_attn_cute.forward.default, flat, test_utils=("test_schema", "test_faketensor")

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func
 from flash_attn_cute.sparsity.indices import Indices
-from tests.lib.checks import assert_matches_oracle, assert_rows_reach_nothing, bitwise_equal, call_on, on_each_backend
+from tests.lib.checks import (
+    Case,
+    assert_matches_oracle,
+    assert_rows_reach_nothing,
+    bitwise_equal,
+    call_on,
+    on_each_backend,
+)
 from tests.lib.masks import spread
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
@@ -26,7 +33,7 @@ def drawn(rng: random.Random, block: int, backend: str, *, combined: bool) -> tu
     blocks = rng.randint(1, 640 // block)
     lengths = [rng.choice([0, 1, block // 2 + 3, block, block]) for _ in range(blocks)]
     real, rows = real_rows(lengths, block), blocks * block
-    options: dict[str, Any] = {"nheads_k": 2, "causal": rng.random() < 0.3, "sink": rng.random() < 0.3}
+    options: Case = {"nheads_k": 2, "causal": rng.random() < 0.3, "sink": rng.random() < 0.3}
     call = call_on(backend, [rows] * 2, packed=False, **options)
     device = call.q.device
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
@@ -50,7 +57,7 @@ def test_ragged_blocks(backend: str, block: int, combined: bool) -> None:
     rng = random.Random(f"{block} {combined}")
     for _ in range(2):
         call, real = drawn(rng, block, backend, combined=combined)
-        asked: dict[str, Any] = {"through_lse": call.learnable_sink is None, "backend": backend, "deterministic": True}
+        asked: Case = {"through_lse": call.learnable_sink is None, "backend": backend, "deterministic": True}
         assert_matches_oracle(call, **asked)
         if not real.all() and real.any():
             padding = ~real.expand(2, -1)
@@ -114,7 +121,7 @@ def test_hopper_serves_them() -> None:
 
 
 def made(lengths: Any, **options: Any) -> BlockMask:
-    given: dict[str, Any] = {"block": 64, "seqlen_k": 192}
+    given: Case = {"block": 64, "seqlen_k": 192}
     return BlockMask.from_indices(torch.zeros(1, 1, 3, 1).long(), block_lengths=lengths, **given | options)
 
 

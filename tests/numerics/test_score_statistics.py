@@ -15,9 +15,9 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums, row_entropy
 from tests.lib import oracle
-from tests.lib.checks import needs_kernels
+from tests.lib.checks import Case, needs_kernels
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Case] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (20, 3)},

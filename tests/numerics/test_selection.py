@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import selected
 from tests.lib.checks import (
+    Case,
     assert_matches_oracle,
     assert_rows_reach_nothing,
     bitwise_equal,
@@ -24,6 +25,7 @@ from tests.lib.checks import (
     padded_results,
     random_call,
     run,
+    same_bits,
     small_call,
 )
 from tests.lib.masks import assert_selections_are_captured, random_selection, with_selection
@@ -40,7 +42,7 @@ def drawn(draw: random.Random, device: str) -> Call:
 
 def test_random_selections(fuzz_seconds: float, device: str) -> None:
     for _, draw in draws("selections", 2 * fuzz_seconds, least=10):  # a busy machine may be slow
-        asked: dict[str, Any] = {"through_lse": draw.random() < 0.5, "return_max_logits": draw.random() < 0.3}
+        asked: Case = {"through_lse": draw.random() < 0.5, "return_max_logits": draw.random() < 0.3}
         assert_matches_oracle(drawn(draw, device), backend="portable", **asked)
 
 
@@ -57,8 +59,7 @@ def test_parts_of_queries(packed: bool, elements: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_rows_that_reach_nothing(softcap: float, packed: bool, device: str) -> None:
     """Keys of blocks that no query selects, or none whose window shows them; and queries that select nothing else."""
-    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "causal": True, "window_size": (40, None)}
-    options["softcap"] = softcap
+    options: Case = {"nheads": 4, "nheads_k": 2, "causal": True, "window_size": (40, None), "softcap": softcap}
     call = random_call([150, 150], packed=packed, device=device, **options)
     indices = torch.randint(0, 3, (2, 2, 150, 4))
     indices[:, :, 30] = -1  # selects nothing, and the next one what the window hides
@@ -80,7 +81,7 @@ def test_a_query_that_selects_nothing() -> None:
     out, lse = run(call, return_lse=True)
     assert (out == 0).all()
     assert lse.isneginf().all()
-    assert all((x == 0).all() for x in torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out)))
+    assert all((x == 0).all() for x in torch.autograd.grad(out, call.qkv, torch.ones_like(out)))
 
 
 def test_blocks_count_once_in_any_order() -> None:
@@ -151,7 +152,7 @@ def test_compiled(packed: bool) -> None:
         assert bitwise_equal(found, expected)
         dout = torch.randn_like(found)
         grads = [torch.autograd.grad(x, (q, k, v), dout) for x in (found, expected)]
-        assert all(bitwise_equal(a, b) for a, b in zip(*grads, strict=True))
+        assert same_bits(*grads)
 
 
 def test_recomputed() -> None:
@@ -173,7 +174,7 @@ def test_recomputed() -> None:
         .sum(),
         (q, k, v),
     )
-    assert all(bitwise_equal(a, b) for a, b in zip(grads(indices), expected, strict=True))
+    assert same_bits(grads(indices), expected)
 
 
 def test_transformed() -> None:
@@ -232,7 +233,7 @@ def test_which_backend_serves_it() -> None:
         ("sm90", {"precise_gradients": True}, "precise_gradients=True beside BlockMask.from_selection"),
     ],
 )
-def test_kernels_refuse_by_name(gpu: str, options: dict[str, Any], words: str) -> None:
+def test_kernels_refuse_by_name(gpu: str, options: Case, words: str) -> None:
     with pytest.raises(ValueError, match=rf"got '{gpu}', which cannot: .*") as raised:
         on_meta(gpu=gpu, backend=gpu, **options)
     assert words in str(raised.value)
@@ -247,7 +248,7 @@ def attend(indices: Tensor = INDICES, **options: Any) -> Any:
 
 
 def made(**options: Any) -> BlockMask:
-    given: dict[str, Any] = {"indices": INDICES, "block": 4, "seqlen_k": 6}
+    given: Case = {"indices": INDICES, "block": 4, "seqlen_k": 6}
     return BlockMask.from_selection(**given | options)
 
 

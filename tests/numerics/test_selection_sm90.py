@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from flash_attn_cute.backends.cute import CuteBackend, selection_plan
 from flash_attn_cute.calls import dispatch
 from tests.lib import checks
 from tests.lib.checks import (
+    Case,
     assert_matches_oracle,
     bitwise_equal,
     differing,
@@ -22,6 +22,7 @@ from tests.lib.checks import (
     padded_results,
     random_call,
     run,
+    same_bits,
 )
 from tests.lib.masks import assert_selections_are_captured, random_selection, with_selection
 from tests.lib.oracle import Call
@@ -69,7 +70,7 @@ def test_random_selections(fuzz_seconds: float) -> None:
         check(rng)
 
 
-GROUPS: dict[str, dict[str, Any]] = {
+GROUPS: dict[str, Case] = {
     "group-of-16": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 16},
     "group-of-4": {"nheads": 16, "nheads_k": 4, "head_dim": 128, "top": 16},
     "heads-alone": {"nheads": 4, "nheads_k": 4, "head_dim": 64, "top": 8},
@@ -81,7 +82,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def causal(options: dict[str, Any], rows: int) -> Call:
+def causal(options: Case, rows: int) -> Call:
     """A causal call whose queries select their own block, the first, and others before their own."""
     given = dict(options)
     top, block = given.pop("top"), given.pop("block", 64)
@@ -94,12 +95,12 @@ def causal(options: dict[str, Any], rows: int) -> Call:
 
 
 @each_of("options", GROUPS)
-def test_causal(options: dict[str, Any]) -> None:
+def test_causal(options: Case) -> None:
     assert_matches_oracle(causal(options, 1500), through_lse=True, backend="sm90")
 
 
 @each_of("options", GROUPS)
-def test_the_same_bits_every_time(options: dict[str, Any], repetitions: int) -> None:
+def test_the_same_bits_every_time(options: Case, repetitions: int) -> None:
     both = partial(padded_results, causal(options, 1500), 0.0, backend="sm90")
     assert not differing(both(), both, repetitions)
 
@@ -151,4 +152,4 @@ def test_compiled() -> None:
         found, expected = compiled(indices), step(indices)
         assert bitwise_equal(found, expected)
         grads = [torch.autograd.grad(x, (q, k, v), torch.ones_like(x)) for x in (found, expected)]
-        assert all(bitwise_equal(a, b) for a, b in zip(*grads, strict=True))
+        assert same_bits(*grads)

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from flash_attn_cute import api
 from flash_attn_cute.integrations import _transformers_masks as masks
 from flash_attn_cute.integrations import transformers as ours
-from tests.lib.checks import assert_close
+from tests.lib.checks import Case, assert_close
 from tests.lib.refusals import assert_refused, refusals
 
 BATCH, ROWS, VOCABULARY = 3, 19, 64
@@ -105,7 +105,7 @@ def masks_of_packed(config: Any, position_ids: Tensor) -> dict[str, Tensor]:
     """Masks that GPT-OSS leaves out: its own masks do not look at positions."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
-    given: dict[str, Any] = {"config": config, "position_ids": position_ids}
+    given: Case = {"config": config, "position_ids": position_ids}
     given |= {"inputs_embeds": torch.empty(BATCH, ROWS, 0), "attention_mask": None, "past_key_values": None}
     return {
         "full_attention": masking_utils.create_causal_mask(**given),
@@ -136,9 +136,9 @@ def assert_trains_like_eager(
         assert_close(name, x, truth[name].double(), low[name], 2.0, size)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[dict[str, Any]]:
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Case]:
     """The keyword arguments of every call of a function from now on."""
-    calls: list[dict[str, Any]] = []
+    calls: list[Case] = []
     function = getattr(owner, name)
 
     def record(*args: Any, **options: Any) -> Any:
@@ -172,7 +172,7 @@ def test_bfloat16(name: str, kind: str, device: str) -> None:
     if name == "GPT-OSS" and "position_ids" in batch:
         masked["attention_mask"] = masks_of_packed(config, batch["position_ids"])
 
-    def moved(given: dict[str, Any]) -> dict[str, Any]:
+    def moved(given: Case) -> dict[str, Any]:
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
     def together(results: dict[str, Tensor]) -> Tensor:
@@ -201,7 +201,7 @@ def test_masks_in_memory_are_the_exception(name: str, kind: str, monkeypatch: py
 def test_generation(name: str, kind: str, cache: str) -> None:
     """Longer than sliding windows, by one token at a time behind a prompt."""
     ids, mask = torch.randint(1, VOCABULARY, (BATCH, ROWS)), padding(kind)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: Case = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     options |= {"cache_implementation": "static"} if cache == "static" else {}
     config = CONFIGS[name]
@@ -260,7 +260,7 @@ def test_rows_say_what_masks_say(name: str, offsets: tuple[Any, int, int], seed:
         mask = (positions >= first) & (positions < last)
         if seed % 4 == 3:
             mask &= torch.rand(mask.shape) < 0.8
-    given: dict[str, Any] = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "mask_function": function}
+    given: Case = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "mask_function": function}
     given |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": mask, "device": "cpu"}
     rows = masks.rows_of_mask(**given, local_size=4, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
     seen = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
@@ -325,7 +325,7 @@ def test_gradient_checkpointing_and_compiling() -> None:
 
 def call(**options: Any) -> Any:
     q = torch.randn(2, 4, 6, 8)
-    given: dict[str, Any] = {"query": q, "key": q, "value": q, "attention_mask": None, **options}
+    given: Case = {"query": q, "key": q, "value": q, "attention_mask": None, **options}
     layer: Any = SimpleNamespace(is_causal=True)
     return ours.attend(layer, **given)
 
@@ -473,7 +473,7 @@ def test_one_entry_of_queries_for_all_and_any_strides() -> None:
 def test_windows_that_live_in_the_mask_alone() -> None:
     """Layers of Qwen2-MoE hand on none."""
     windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
+    experts: Case = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
     experts |= {"shared_expert_intermediate_size": 16, "experts_implementation": "eager"}
     config = transformers.Qwen2MoeConfig(**SMALL, **experts, **windows)
     for kind in ("dense", "left"):

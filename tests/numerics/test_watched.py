@@ -29,7 +29,7 @@ from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.problem.block_tables import NUM_FLAT
 from flash_attn_cute.problem.spec import AttentionInputs, Options
-from tests.lib.checks import GRADS, bitwise_equal, each_of, packed_or_dense, random_call, run
+from tests.lib.checks import GRADS, bitwise_equal, each_of, packed_or_dense, random_call, run, same_bits
 
 
 @pytest.fixture
@@ -119,8 +119,7 @@ def test_a_default_device_is_no_watcher(packed: bool, operators: list[int], devi
         with torch.no_grad():
             run(call)
     assert not operators
-    for a, b in zip(found, expected, strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(found, expected)
 
 
 def test_hooks_of_saved_tensors_have_the_default_device() -> None:
@@ -232,8 +231,7 @@ def test_both_ways_lead_to_the_same(packed: bool) -> None:
                 dout = [torch.ones_like(x).transpose(0, 1).contiguous().transpose(0, 1) for x in chosen]
                 found += [*out_lse, *torch.autograd.grad(chosen, wanted, dout)]
             results.append(found)
-    for a, b in zip(*results, strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])
@@ -345,8 +343,7 @@ def test_saved_tensors_are_all_that_is_kept() -> None:
     assert [x() for x in alive] == [None] * 3
     grads = torch.autograd.grad(out.square().sum(), qkv)
     assert sorted(unpacked) == list(range(5))
-    for a, b in zip(grads, expected, strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(grads, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -356,8 +353,7 @@ def test_saved_tensors_may_have_any_strides(dtype: torch.dtype) -> None:
     expected = step(*qkv)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x):
         out = attend(*qkv)
-    for a, b in zip(torch.autograd.grad(out.square().sum(), qkv), expected, strict=True):
-        assert bitwise_equal(a, b)
+    assert same_bits(torch.autograd.grad(out.square().sum(), qkv), expected)
 
 
 def test_backward_in_another_thread() -> None:
