@@ -126,16 +126,8 @@ def test_long_and_odd(options: Case, device: str) -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (20, 0)}, {}], ids=str)
 def test_kv_cache_shapes(options: Case, lengths: tuple[int, int], packed: bool, device: str) -> None:
     """Decode, chunked prefill and more queries than keys, aligned to the bottom right, with a scale of its own."""
-    check(
-        [lengths[0]] * 3,
-        [lengths[1]] * 3,
-        nheads=4,
-        nheads_k=2,
-        packed=packed,
-        softmax_scale=0.7,
-        device=device,
-        **options,
-    )
+    shape: Case = {"nheads": 4, "nheads_k": 2, "packed": packed, "softmax_scale": 0.7, "device": device}
+    check([lengths[0]] * 3, [lengths[1]] * 3, **shape, **options)
 
 
 SHAPES = [*itertools.product((0, 1), repeat=3), (1, 1), (1,), ()]
@@ -165,15 +157,6 @@ def test_float32_bias_and_sink_with_low_precision_inputs(low: torch.dtype, devic
     assert dbias.dtype == dsink.dtype == torch.float32
 
 
-def test_additive_mask_of_minus_infinity(device: str) -> None:
-    """A bias of -inf hides a key, and a row of them leaves nothing to see."""
-    call = random_call([12, 30], bias=(1, 1, 1), device=device)
-    with torch.no_grad():
-        call.bias[:, ::3, ::2] = -torch.inf
-        call.bias[:, 5] = -torch.inf
-    assert_matches_oracle(call)
-
-
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
 def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink: bool, device: str) -> None:
@@ -192,8 +175,7 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
     else:
         call = random_call([12], [9], sink=sink, causal=True, device=device)
         fully_masked[:3] = True
-    names = ["q", "k", "v", *(["learnable_sink"] if sink else [])]
-    leaves = [getattr(call, name) for name in names]
+    leaves = [*call.qkv, *([call.learnable_sink] if sink else [])]
     out, lse = run(call, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     dlse[:, fully_masked] = 0
@@ -204,17 +186,8 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
     if not sink:
         dlse[:, fully_masked] = torch.nan
     got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    for name, a, b in zip(names, got, expected, strict=True):
-        torch.testing.assert_close(a, b, msg=name)
+    torch.testing.assert_close(got, expected)
     assert (got[0][fully_masked] == 0).all()
-
-
-def test_hidden_bias_may_hold_anything(device: str) -> None:
-    """Masked scores are replaced, not multiplied: NaN in the bias of a hidden pair reaches nothing."""
-    call = random_call([25, 31], bias=(1, 1, 1), mask=(1, 1, 1), device=device)
-    with torch.no_grad():
-        call.bias.masked_fill_(~call.mask, torch.nan)
-    assert_matches_oracle(call)
 
 
 @packed_or_dense

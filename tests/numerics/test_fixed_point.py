@@ -14,23 +14,24 @@ from tests.lib.checks import bitwise_equal, differing, needs_kernels
 HEAD_DIM = integer_sums.HEAD_DIM
 
 
-def visible_blocks(heads: int, queries: int, keys: int, share: float) -> Tensor:
-    """Blocks of 128 that heads see, of so many rows."""
-    generator = torch.Generator().manual_seed(0)
-    visible = torch.rand(1, heads, queries // 128, keys // 128, generator=generator) < share
-    visible[..., 0] = True
-    return visible
-
-
-def of_all_kinds(queries: int, keys: int) -> integer_sums.Data:
-    """A head of each kind of data that is hard for sums, (1, rows, kinds, HEAD_DIM) each."""
+def of_all_kinds(queries: int, keys: int) -> tuple[integer_sums.Data, Tensor, BlockMask]:
+    """A head of each kind of data that is hard for sums, (1, rows, kinds, HEAD_DIM) each; blocks that it sees."""
     heads = []
     for kind in integer_sums.KINDS.values():
         data = integer_sums.Data(*torch.randn(2, queries, HEAD_DIM), *torch.randn(2, keys, HEAD_DIM))
         kind(data)
         heads.append(data)
     both = (torch.stack(of_heads, 1)[None] for of_heads in zip(*heads, strict=True))
-    return integer_sums.Data(*(x.to("cuda", torch.bfloat16) for x in both))
+    generator = torch.Generator().manual_seed(0)
+    visible = torch.rand(1, len(heads), queries // 128, keys // 128, generator=generator) < 0.75
+    visible[..., 0] = True
+    mask = BlockMask.from_blocks(visible.cuda())
+    return integer_sums.Data(*(x.to("cuda", torch.bfloat16) for x in both)), visible, mask
+
+
+def two_heads(queries: int, keys: int) -> integer_sums.Data:
+    q, dout = torch.randn(2, 1, queries, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    return integer_sums.Data(q, dout, *torch.randn(2, 1, keys, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
 
 
 def dq_of(data: integer_sums.Data, mask: BlockMask, **options: Any) -> Tensor:
@@ -51,10 +52,7 @@ def in_float64(data: integer_sums.Data, head: int, shown: Tensor) -> Tensor:
 @pytest.mark.parametrize("keys", [4096, 65536])
 def test_as_exact_as_sums_in_float32(keys: int) -> None:
     """For every kind of data, of which some leave integers too few bits, so that their head is summed in float32."""
-    torch.manual_seed(0)
-    data = of_all_kinds(256, keys)
-    visible = visible_blocks(len(integer_sums.KINDS), 256, keys, 0.75)
-    mask = BlockMask.from_blocks(visible.cuda())
+    data, visible, mask = of_all_kinds(256, keys)
     in_integers, in_any_order = dq_of(data, mask, deterministic=True), dq_of(data, mask)
     shown = visible[0].repeat_interleave(128, -2).repeat_interleave(128, -1).cuda()
     for head, kind in enumerate(integer_sums.KINDS):
@@ -66,10 +64,7 @@ def test_as_exact_as_sums_in_float32(keys: int) -> None:
 @needs_kernels
 def test_a_head_in_turns_beside_others_in_integers(repetitions: int) -> None:
     """Every run gives the same bits, and each head those that it gives alone."""
-    torch.manual_seed(0)
-    data = of_all_kinds(2048, 8192)
-    visible = visible_blocks(len(integer_sums.KINDS), 2048, 8192, 0.75)
-    mask = BlockMask.from_blocks(visible.cuda())
+    data, visible, mask = of_all_kinds(2048, 8192)
 
     def dq() -> dict[str, Tensor]:
         return {"dq": dq_of(data, mask, deterministic=True)}
@@ -87,9 +82,7 @@ def test_a_head_in_turns_beside_others_in_integers(repetitions: int) -> None:
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**60])
 def test_gradients_of_any_size(scale: float) -> None:
     """Dout times a power of two gives dq times that power, to the bit."""
-    torch.manual_seed(0)
-    data = of_all_kinds(512, 1024)
-    mask = BlockMask.from_blocks(visible_blocks(len(integer_sums.KINDS), 512, 1024, 0.75).cuda())
+    data, _, mask = of_all_kinds(512, 1024)
     dq = dq_of(data, mask, deterministic=True)
     scaled = dq_of(data._replace(dout=data.dout * scale), mask, deterministic=True)
     is_normal = (dq == 0) | (dq.abs() > 1e-12)  # others are rounded to fewer bits
@@ -100,17 +93,14 @@ def test_gradients_of_any_size(scale: float) -> None:
 @needs_kernels
 def test_keys_that_no_query_sees() -> None:
     """Their numbers change no bit of dq. NaN in them makes a row of dq NaN, or leaves it, but never gives another."""
-    torch.manual_seed(0)
     hidden = torch.zeros(300, dtype=torch.bool, device="cuda")
     hidden[7], hidden[130:141], hidden[299] = True, True, True
     shown = torch.rand(400, 300, device="cuda") < 0.4
     mask = BlockMask.from_dense(shown & ~hidden)
-    q, dout = torch.randn(2, 1, 400, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, 300, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    data = integer_sums.Data(q, dout, k, v)
+    data = two_heads(400, 300)
 
     def filled(value: float) -> Tensor:
-        keys, values = k.clone(), v.clone()
+        keys, values = data.k.clone(), data.v.clone()
         keys[:, hidden], values[:, hidden] = value, value
         return dq_of(data._replace(k=keys, v=values), mask, deterministic=True)
 
@@ -124,14 +114,11 @@ def test_keys_that_no_query_sees() -> None:
 @needs_kernels
 def test_nan_reaches_what_sees_it() -> None:
     """A NaN of dout its own row of dq alone, one of k or v all that see it."""
-    torch.manual_seed(0)
-    q, dout = torch.randn(2, 1, 256, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, 384, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    data = integer_sums.Data(q, dout, k, v)
+    data = two_heads(256, 384)
     visible = torch.tensor([[True, True, False], [True, False, True]])
     mask = BlockMask.from_blocks(visible.cuda())
     expected = dq_of(data, mask, deterministic=True)
-    dout = dout.clone()
+    dout = data.dout.clone()
     dout[0, 5, 0, 3] = torch.nan
     got = dq_of(data._replace(dout=dout), mask, deterministic=True)
     assert got[0, 5, 0].isnan().all()

@@ -79,10 +79,3 @@ def test_gradcheck_of_a_bias_with_padding_and_hidden_keys(packed: bool) -> None:
         call.bias[..., ::3] = -torch.inf
         call.bias[..., 2, :] = -torch.inf
     assert gradcheck(call, ["q", "k", "v", "bias"])
-
-
-def test_second_derivatives_are_refused() -> None:
-    call = random_call([4], dtype=torch.float64)
-    (dq,) = torch.autograd.grad(run(call).square().sum(), call.q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        dq.sum().backward()

@@ -20,7 +20,6 @@ from tests.lib.checks import (
     needs_kernels,
     offsets,
     packed_or_dense,
-    poisoned_dout,
     random_call,
     run,
     same_bits,
@@ -51,26 +50,6 @@ def test_one_query_of_a_padded_batch(head_dim: int, through_lse: bool) -> None:
     call = call_of([1, 1, 0], [70, 3, 130], packed=False, seqused=True, head_dim=head_dim, sink=True)
     one = call.q[:, :1].detach().requires_grad_()
     assert_matches_oracle(replace(call, q=one), through_lse=through_lse, backend="sm90")
-
-
-def strided(x: Tensor) -> Tensor:
-    """A view of equal numbers, every third of a longer tensor."""
-    return x.new_full((*x.shape, 3), 77)[..., 1].copy_(x)
-
-
-@packed_or_dense
-def test_strided_offsets_and_sinks(packed: bool) -> None:
-    call = call_of([70, 5], [130, 64], packed=packed, seqused=True, causal=True, sink=True)
-    given: Case = {
-        name: strided(x)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-        if (x := getattr(call, name)) is not None
-    }
-    sink = torch.tensor(0.3, device="cuda").requires_grad_().expand(4)
-    dout = poisoned_dout(call, call.q)
-    expected = both_passes(replace(call, learnable_sink=sink.contiguous()), dout)
-    for name, x in both_passes(replace(call, learnable_sink=sink, **given), dout).items():
-        assert bitwise_equal(x, expected[name]), name
 
 
 @pytest.mark.parametrize("head_dims", [(192, 128), (256, 64), (192, 64)], ids=str)
