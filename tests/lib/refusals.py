@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 
 
-def refusals(table: str) -> pytest.MarkDecorator:
-    """Parametrises a test with ``call`` and ``error``.
+def pairs(table: str) -> list[tuple[str, str]]:
+    """Calls of a table, and their errors.
 
     A line of the table is a call, and those below it, which are indented, its error: the type, and how its message
     begins, where "..." between spaces, or at the start, stands for anything.
     """
-    pairs = [
-        (call, " ".join(error.split())) for call, error in re.findall(r"^(\S.*)\n((?: +.*\n)+)", table, re.MULTILINE)
-    ]
-    ids = [error.partition(": ")[2][:40] for _, error in pairs]
-    return pytest.mark.parametrize(("call", "error"), pairs, ids=ids)
+    found = re.findall(r"^(\S.*)\n((?: +.*\n)+)", table, re.MULTILINE)
+    return [(call, " ".join(error.split())) for call, error in found]
+
+
+def refusals(table: str) -> pytest.MarkDecorator:
+    """Parametrises a test with ``call`` and ``error`` of a table."""
+    found = pairs(table)
+    ids = [error.partition(": ")[2][:40] for _, error in found]
+    return pytest.mark.parametrize(("call", "error"), found, ids=ids)
 
 
 def assert_refused(call: str, error: str, names: dict[str, Any]) -> None:
