@@ -1,28 +1,20 @@
-"""The profiling tools: where they look, what they run, what they read. Fake profilers stand in for NVIDIA's."""
+"""The profilers' commands: where they look, what they run, what they read. Fake profilers stand in for NVIDIA's."""
 
-import argparse
-import contextlib
-import enum
 import functools
-import gzip
-import json
 import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.calls import dispatch
-from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, timeline, workload
+from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, workload
 from tests.lib.checks import hopper_alone
 
+Capture = pytest.CaptureFixture[str]
 MAIN = {"ncu": ncu.main, "nsys": nsys.main, "workload": workload.main}
 KERNEL = "kernel_cutlass_kernel_flash_attn_cutekernelssm90forwardForwardSm90_object_at__0"
 STALLED = "smsp__average_warps_issue_stalled_"
@@ -131,9 +123,7 @@ def test_path_comes_first_and_then_the_newest(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("tool", ["ncu", "nsys"])
-def test_a_missing_tool_is_named(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_tool_is_named(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Exit code 2, and one message: what is missing, where it was looked for, where it comes from."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(f"flash_attn_cute.profile.{tool}.find", functools.partial(machine.find, root=tmp_path))
@@ -147,9 +137,7 @@ def test_a_missing_tool_is_named(
 
 
 @pytest.mark.parametrize("tool", MAIN)
-def test_a_missing_gpu_is_named(
-    tool: str, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_gpu_is_named(tool: str, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     executable(path / "ncu")
     executable(path / "nsys")
@@ -162,7 +150,7 @@ def test_a_missing_gpu_is_named(
 
 
 @pytest.mark.parametrize("tool", MAIN)
-def test_help(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     module = "flash_attn_cute.profile.__main__"
     monkeypatch.setattr(sys, "argv", [module, tool, "--help"])
     monkeypatch.delitem(sys.modules, module)
@@ -175,7 +163,7 @@ def test_help(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert option in shown.out
 
 
-def test_tools_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_are_listed(capsys: Capture) -> None:
     for arguments, code in ((["--help"], 0), ([], 2), (["vtune"], 2)):
         with pytest.raises(SystemExit) as stopped:
             __main__.main(arguments)
@@ -183,233 +171,6 @@ def test_tools_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert "profile ncu -- python train.py" in printed.out
     assert "invalid choice: 'vtune'" in printed.err
-
-
-# The workload
-
-
-@pytest.mark.parametrize("direction", workload.DIRECTIONS)
-@pytest.mark.parametrize("shape", [["--batch", "2", "--seqlen", "17"], ["--documents", "5,1,20"]], ids=str)
-def test_workload_runs(direction: str, shape: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes asked for, as often as asked for, after three times to warm up."""
-    passes: list[str] = []
-
-    class Counted(PortableBackend):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            passes.append("f")
-            return super().forward(*args, **kwargs)
-
-        def backward(self, *args: Any, **kwargs: Any) -> Any:
-            passes.append("b")
-            return super().backward(*args, **kwargs)
-
-    monkeypatch.setitem(dispatch.BACKENDS, "portable", Counted())
-    arguments = [*shape, "--heads", "4", "--heads-k", "2", "--head-dim", "8", "--dtype", "float32", "--causal"]
-    assert workload.main([*arguments, "--device", "cpu", "--direction", direction, "--calls", "2"]) == 0
-    expected = {"forward": ["f"] * 5, "both": ["f", "b"] * 5, "backward": ["f", *(["b"] * 5)]}
-    assert passes == expected[direction]
-
-
-def test_workload_survives_its_own_command_line() -> None:
-    """A profiler is given the command that was asked for."""
-    parser = argparse.ArgumentParser()
-    workload.add_options(parser)
-    workload.add_calls(parser)
-    for arguments in (
-        ["--documents", "5,1,20", "--heads", "4", "--heads-k", "2", "--direction", "both"],
-        ["--batch", "3", "--seqlen", "33", "--head-dim", "64", "--causal", "--backend", "portable"],
-        ["--dtype", "float16"],
-    ):
-        asked = workload.Workload.chosen(parser.parse_args(arguments))
-        python, flag, module, tool, *rest = asked.command(calls=7)
-        assert (python, flag, module, tool) == (sys.executable, "-m", "flash_attn_cute.profile", "workload")
-        again = parser.parse_args(rest)
-        assert workload.Workload.chosen(again) == asked
-        assert again.calls == 7
-
-
-class FakeDriver:
-    """Stands in for cuda-python's bindings of the driver, and writes down what is called."""
-
-    class CUresult(enum.Enum):
-        CUDA_SUCCESS = 0
-        CUDA_ERROR_INVALID_CONTEXT = 201
-
-    def __init__(self, answer: str = "CUDA_SUCCESS") -> None:
-        self.answer = self.CUresult[answer]
-        self.calls: list[str] = []
-
-    def __getattr__(self, function: str) -> Callable[[], tuple[enum.Enum]]:
-        def call() -> tuple[enum.Enum]:
-            self.calls.append(function)
-            return (self.answer,)
-
-        return call
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_profiled_calls_are_between_start_and_stop(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing left to do for the device before it starts, and before it stops, which it does in any case."""
-    driver, device = FakeDriver(), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.calls.append("synchronize"))
-    with contextlib.suppress(KeyError), workload._profiled(driver, device):
-        driver.calls.append("profiled")
-        if fails:
-            raise KeyError
-    finished = [] if fails else ["synchronize"]
-    assert driver.calls == ["synchronize", "cuProfilerStart", "profiled", *finished, "cuProfilerStop"]
-    refusing = FakeDriver("CUDA_ERROR_INVALID_CONTEXT")
-    with pytest.raises(RuntimeError, match="cuProfilerStart: CUDA_ERROR_INVALID_CONTEXT"):
-        workload._profiled(refusing, device).__enter__()
-
-
-def test_the_bindings_have_what_is_called() -> None:
-    driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-    assert machine.cuda_driver() is driver
-    assert driver.cuProfilerStart
-    assert driver.cuProfilerStop
-    assert driver.CUresult.CUDA_SUCCESS == 0
-
-
-def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert workload.main([]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(
-        "python -m flash_attn_cute.profile workload: cuda-bindings is needed to start and stop the profiler ("
-    )
-    assert message.endswith("pip install cuda-bindings\n")
-
-
-@pytest.mark.parametrize("tool", ["workload", "timeline"])
-def test_a_workload_that_is_too_large_is_refused(
-    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(workload, "step", fail)
-    assert __main__.main([tool, "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == f"python -m flash_attn_cute.profile {tool}: CUDA out of memory\n"
-
-
-@pytest.mark.parametrize("arguments", [["--heads", "0"], ["--documents", "4,0"], ["--seqlen", "-3"]], ids=str)
-def test_workload_refuses_what_is_not_positive(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        workload.main(arguments)
-    assert stopped.value.code == 2
-    assert "expected a number, 1 or more, got" in capsys.readouterr().err
-
-
-# What PyTorch's profiler records
-
-BACKWARD = KERNEL.replace("forwardForwardSm90", "backwardctaBackwardCtaSm90")
-
-
-def event(category: str, name: str, start: int, stop: int, thread: int = 1, **arguments: int) -> dict[str, Any]:
-    """Events as traces have them, in microseconds since anything."""
-    times = {"ts": 1e9 + start, "dur": stop - start}
-    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "args": arguments, **times}
-
-
-EVENTS = [
-    event("cpu_op", "aten::empty", 10, 15),  # within the next
-    event("cpu_op", "FlashAttention", 0, 90),
-    event("cpu_op", "aten::mm", 120, 150),
-    event("cpu_op", "FlashAttentionBackward", 200, 280, thread=9),
-    event("kernel", KERNEL, 50, 440, device=0, stream=7),
-    event("kernel", "nvjet_hsh_128x256", 450, 600, device=0, stream=7),
-    event("kernel", BACKWARD, 600, 1900, device=0, stream=7),
-    event("gpu_memcpy", "Memcpy HtoD", 430, 500, device=0, stream=13),
-    event("user_annotation", "ProfilerStep#1", 0, 2000),
-    {"ph": "i", "name": "a mark", "ts": 1e9},
-]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": EVENTS}))
-    return path
-
-
-def test_what_a_trace_holds(trace: Path) -> None:
-    spans = timeline.read(trace)
-    assert sorted((span.row, span.name, round(span.start, 3), round(span.stop, 3)) for span in spans) == [
-        ("GPU 0, stream 13", "Memcpy HtoD", 0.43, 0.5),
-        ("GPU 0, stream 7", BACKWARD, 0.6, 1.9),
-        ("GPU 0, stream 7", KERNEL, 0.05, 0.44),
-        ("GPU 0, stream 7", "nvjet_hsh_128x256", 0.45, 0.6),
-        ("host, thread 1", "FlashAttention", 0.0, 0.09),
-        ("host, thread 1", "aten::mm", 0.12, 0.15),
-        ("host, thread 2", "FlashAttentionBackward", 0.2, 0.28),
-    ]
-    assert timeline.busy(spans[:0]) == 0
-    assert timeline.summary(spans) == "1.90 ms, the GPU busy 97%, with attention 89%"
-    assert timeline.summary([span for span in spans if span.row[0] == "h"]) == "0.28 ms, nothing on a GPU"
-
-
-def test_traces_may_be_compressed_and_have_to_be_traces(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
-    assert timeline.read(tmp_path / "trace.json.gz") == timeline.read(trace)
-    for name, content, why in (
-        ("x", b"[1]", "TypeError"),
-        ("y", b"{}", "KeyError"),
-        ("z", b"no", "JSONDecodeError"),
-        ("number", b'{"traceEvents": [1]}', "TypeError"),
-        ("untimed", b'{"traceEvents": [{"ph": "X"}]}', "KeyError"),
-        ("cut.gz", gzip.compress(trace.read_bytes())[:-20], "EOFError"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert timeline.main(["--trace", str(tmp_path / name)]) == 2
-        assert f"{tmp_path / name} is no trace of torch.profiler ({why}: " in capsys.readouterr().err
-    assert timeline.main(["--trace", str(tmp_path / "missing")]) == 2
-    assert "missing is no trace of torch.profiler (FileNotFoundError: " in capsys.readouterr().err
-
-
-def test_a_picture_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    axes = timeline.figure(timeline.read(trace), "a title").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "GPU 0, stream 13",
-        "GPU 0, stream 7",
-        "host, thread 2",
-        "host, thread 1",
-    ]
-    assert sum(len(bars.get_paths()) for bars in axes.collections) == 7
-    assert {"ForwardSm90", "BackwardCtaSm90"} <= {text.get_text() for text in axes.texts}
-    picture = tmp_path / "new" / "timeline.png"
-    given = ["--trace", str(trace), "--out", str(picture)]
-    assert timeline.main([*given, "--start", "0.5", "--stop", "0.7"]) == 0
-    assert capsys.readouterr().out == f"1.45 ms, the GPU busy 100%, with attention 90%\nwrote {picture}\n"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert timeline.main([*given, "--start", "3"]) == 1
-    assert "nothing to draw between --start and --stop" in capsys.readouterr().err
-
-
-def test_attention_alone_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    shape = ["--device", "cpu", "--batch", "1", "--seqlen", "20", "--heads", "2", "--dtype", "float32", "--calls", "2"]
-    assert __main__.main(["timeline", *shape, "--out", str(tmp_path / "x.png")]) == 0
-    assert re.fullmatch(r"\d+\.\d\d ms, nothing on a GPU\nwrote .*x.png\n", capsys.readouterr().out)
-    options = argparse.Namespace(**{"heads_k": None, "documents": (3, 4), "causal": True, "backend": None})
-    options.batch, options.seqlen, options.heads, options.head_dim = 1, 20, 2, 8
-    options.dtype, options.direction = "float32", "both"
-    timeline.record(workload.Workload.chosen(options), 2, torch.device("cpu"), tmp_path / "trace.json")
-    steps = [span.name for span in timeline.read(tmp_path / "trace.json") if span.attention]
-    assert len(steps) == 4, steps
-    assert steps[0] == steps[2] == "FlashAttention"
-
-
-def test_a_timeline_without_matplotlib(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert timeline.main(["--trace", str(trace)]) == 2
-    assert capsys.readouterr().err.endswith("pip install matplotlib\n")
 
 
 # What ncu prints
@@ -493,7 +254,7 @@ esac"""
     return executable(path / "ncu", script)
 
 
-def test_ncu(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ncu(path: Path, tmp_path: Path, capsys: Capture) -> None:
     report = tmp_path / "out" / "k.ncu-rep"
     fake_ncu(path, 'touch "$3"')
     assert ncu.main(["--out", str(tmp_path / "out" / "k"), "--causal", "--heads", "8", "--hot", "2"]) == 0
@@ -521,7 +282,7 @@ def test_ncu(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--causal" in command
 
 
-def test_ncu_options(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ncu_options(path: Path, tmp_path: Path, capsys: Capture) -> None:
     fake_ncu(path, 'touch "$3"')
     assert ncu.main(["--out", str(tmp_path / "k.ncu-rep"), "--kernel", "flash_.*", "--set", "full"]) == 0
     _, profiling, _ = calls(path)
@@ -531,7 +292,7 @@ def test_ncu_options(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "MUFU" not in capsys.readouterr().out
 
 
-def test_ncu_of_a_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ncu_of_a_command(path: Path, tmp_path: Path, capsys: Capture) -> None:
     """One launch of it, whichever process makes it; what it prints is shown."""
     fake_ncu(path, 'echo step 1; echo step 2 >&2; printf "\\377\n"; touch "$3"')
     out = ["--out", str(tmp_path / "k.ncu-rep"), "--skip", "0"]
@@ -553,7 +314,7 @@ def test_ncu_of_a_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_ncu_says_why_nothing_was_profiled(
-    profiling: str, message: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profiling: str, message: str, path: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     """Exit code 1, and a report of an earlier run is not taken for this one's."""
     fake_ncu(path, profiling)
@@ -599,7 +360,7 @@ def test_nsys_summaries() -> None:
     assert nsys.table("kernel", []).splitlines()[1].strip() == "none"
 
 
-def test_nsys(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys(path: Path, tmp_path: Path, capsys: Capture) -> None:
     report = tmp_path / "out" / "t.nsys-rep"
     fake_nsys(path, 'touch "$out.nsys-rep"')
     assert nsys.main(["--out", str(tmp_path / "out" / "t"), "--seqlen", "512", "--calls", "2"]) == 0
@@ -634,7 +395,7 @@ def test_nsys_of_a_command(code: int, path: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("where", ["out", "temporary", "temporary/nvidia/nsight_systems/session"])
 def test_nsys_without_an_importer(
-    where: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The capture is what counts: it is found, and the exit code is 0."""
     folder = tmp_path / where
@@ -649,7 +410,7 @@ def test_nsys_without_an_importer(
     assert len(calls(path)) == 1
 
 
-def test_nsys_without_statistics(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys_without_statistics(path: Path, tmp_path: Path, capsys: Capture) -> None:
     fake_nsys(path, 'touch "$out.nsys-rep"', stats="echo no sqlite exporter >&2; exit 1")
     assert nsys.main(["--out", str(tmp_path / "t")]) == 0
     printed = capsys.readouterr().out
@@ -659,7 +420,7 @@ def test_nsys_without_statistics(path: Path, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_nsys_that_captures_nothing(
-    code: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for earlier in ("t.nsys-rep", "t.qdstrm"):
@@ -670,9 +431,7 @@ def test_nsys_that_captures_nothing(
 
 
 @pytest.mark.parametrize("tool", ["ncu", "nsys"])
-def test_reports_are_named_as_they_are_asked_for(
-    tool: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reports_are_named_as_they_are_asked_for(tool: str, path: Path, tmp_path: Path, capsys: Capture) -> None:
     """Numbers behind points are not suffixes, which would be replaced; a folder that cannot be made is refused."""
     fake_ncu(path, 'touch "$3"')
     fake_nsys(path, 'touch "$out.nsys-rep"')
@@ -697,7 +456,7 @@ def needs(tool: str) -> Path:
 
 
 @hopper_alone("the profiled process gets its kernels alone")
-def test_real_ncu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_ncu(tmp_path: Path, capsys: Capture) -> None:
     """The forward kernel, every line of the summary filled, and its hottest instructions."""
     needs("ncu")
     code = ncu.main([*TINY, "--out", str(tmp_path / "k.ncu-rep"), "--hot", "5"])
@@ -712,7 +471,7 @@ def test_real_ncu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @hopper_alone("the profiled process gets its kernels alone")
-def test_real_nsys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_real_nsys(tmp_path: Path, capfd: Capture) -> None:
     """A report, or where the installation cannot make one, a capture."""
     needs("nsys")
     assert nsys.main([*TINY, "--out", str(tmp_path / "t.nsys-rep"), "--calls", "2"]) == 0
