@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lib.refusals import pairs
 from tools import prose
 
 WORKLOAD = ("--device", "cpu", "--dtype", "float32", "--seqlen", "4", "--batch", "1", "--heads", "2", "--head-dim", "8")
@@ -22,64 +23,79 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
     return main
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "said"),
-    [
-        ("benchmarks", "packed --cases [", "argument --cases: expected a regular expression, got '['"),
-        ("benchmarks", "context-parallel --cases [", "argument --cases: expected a regular expression, got '['"),
-        ("benchmarks", "packed --device cuda", "argument --device: expected cpu, as PyTorch sees no GPU, got cuda"),
-        ("benchmarks", "forward", "argument suite: expected packed or sparse-tables, as PyTorch sees no GPU"),
-        ("benchmarks", "packed --out /dev/null/x", "argument --out: expected a folder, got '/dev/null/x': Not a dir"),
-        (
-            "benchmarks",
-            "context-parallel --model /dev/null/x",
-            "argument --model: expected a folder, got '/dev/null/x'",
-        ),
-        (
-            "benchmarks",
-            "context-parallel --record /dev/null",
-            "argument --record: /dev/null is no record of ranks (JSON",
-        ),
-        ("benchmarks.plot", "/dev/null", "argument results: /dev/null is no record of a suite (JSONDecodeError: "),
-        ("benchmarks.host", "calls --device tpu", "argument --device: expected cpu or cuda, got 'tpu'"),
-        ("benchmarks.host", "calls --device cuda:9", "argument --device: expected one of 0 GPUs or cpu, got 'cuda:9'"),
-        ("benchmarks.host", "calls --rounds 0", "argument --rounds: expected a number, 1 or more, got '0'"),
-        ("benchmarks.integer_sums", "--keys 5", "argument --keys: expected a multiple of 128, got 5"),
-        ("benchmarks.gradient_errors", "--rows 40", "argument --rows: expected a multiple of 16, got 40"),
-        ("benchmarks.gradient_errors", "--kernels", "argument --kernels: expected a GPU, and PyTorch sees none"),
-        ("benchmarks.gradient_errors", "--only x", "argument --only: expected with --kernels"),
-        ("benchmarks.training_curve", "--steps 0", "argument --steps: expected a number, 1 or more, got '0'"),
-        ("lab.bugs", "nope", "unrecognized arguments: nope"),
-        ("lab.emulator", "-- FILE.py", "expected a Hopper GPU, and PyTorch sees none"),
-        ("lab.emulator", "-- -m", "argument command: expected a module behind -m"),
-        ("lab.lint", "/nowhere", "argument files: expected a file, got '/nowhere'"),
-        ("tools.prose", "/nowhere", "argument PATH: expected a file, got '/nowhere'"),
-        ("examples.pretrain", "--length 0", "argument --length: expected a number, 1 or more, got '0'"),
-        ("flash_attn_cute.selfcheck", "--families (", "argument --families: expected a regular expression, got '('"),
-        ("flash_attn_cute.selfcheck", "--device -1", "argument --device: expected a number, 0 or more, got '-1'"),
-        ("flash_attn_cute.profile", "ncu --skip -1", "argument --skip: expected a number, 0 or more, got '-1'"),
-        (
-            "flash_attn_cute.profile",
-            "workload --heads two",
-            "argument --heads: expected a number, 1 or more, got 'two'",
-        ),
-        ("flash_attn_cute.profile", "workload --documents 1,,2", "argument --documents: expected a number, 1 or more"),
-        (
-            "flash_attn_cute.sparsity",
-            "plot documents --document 0",
-            "argument --document: expected a number, 1 or more",
-        ),
-        ("flash_attn_cute.sparsity", "plot causal --seqlen 0", "argument --seqlen: expected a number, 1 or more"),
-        ("flash_attn_cute.sparsity", "plot causal --against spt --out a.png", "argument --out: expected a .gif with"),
-    ],
-)
+REFUSED = """
+benchmarks packed --cases [
+    argument --cases: expected a regular expression, got '['
+benchmarks context-parallel --cases [
+    argument --cases: expected a regular expression, got '['
+benchmarks packed --device cuda
+    argument --device: expected cpu, as PyTorch sees no GPU, got cuda
+benchmarks forward
+    argument suite: expected packed or sparse-tables, as PyTorch sees no GPU
+benchmarks packed --out /dev/null/x
+    argument --out: expected a folder, got '/dev/null/x': Not a dir
+benchmarks context-parallel --model /dev/null/x
+    argument --model: expected a folder, got '/dev/null/x'
+benchmarks context-parallel --record /dev/null
+    argument --record: /dev/null is no record of ranks (JSON
+benchmarks.plot /dev/null
+    argument results: /dev/null is no record of a suite (JSONDecodeError:
+benchmarks.host calls --device tpu
+    argument --device: expected cpu or cuda, got 'tpu'
+benchmarks.host calls --device cuda:9
+    argument --device: expected one of 0 GPUs or cpu, got 'cuda:9'
+benchmarks.host calls --rounds 0
+    argument --rounds: expected a number, 1 or more, got '0'
+benchmarks.integer_sums --keys 5
+    argument --keys: expected a multiple of 128, got 5
+benchmarks.gradient_errors --rows 40
+    argument --rows: expected a multiple of 16, got 40
+benchmarks.gradient_errors --kernels
+    argument --kernels: expected a GPU, and PyTorch sees none
+benchmarks.gradient_errors --only x
+    argument --only: expected with --kernels
+benchmarks.training_curve --steps 0
+    argument --steps: expected a number, 1 or more, got '0'
+lab.bugs nope
+    unrecognized arguments: nope
+lab.emulator -- FILE.py
+    expected a Hopper GPU, and PyTorch sees none
+lab.emulator -- -m
+    argument command: expected a module behind -m
+lab.lint /nowhere
+    argument files: expected a file, got '/nowhere'
+tools.prose /nowhere
+    argument PATH: expected a file, got '/nowhere'
+examples.pretrain --length 0
+    argument --length: expected a number, 1 or more, got '0'
+flash_attn_cute.selfcheck --families (
+    argument --families: expected a regular expression, got '('
+flash_attn_cute.selfcheck --device -1
+    argument --device: expected a number, 0 or more, got '-1'
+flash_attn_cute.profile ncu --skip -1
+    argument --skip: expected a number, 0 or more, got '-1'
+flash_attn_cute.profile workload --heads two
+    argument --heads: expected a number, 1 or more, got 'two'
+flash_attn_cute.profile workload --documents 1,,2
+    argument --documents: expected a number, 1 or more
+flash_attn_cute.sparsity plot documents --document 0
+    argument --document: expected a number, 1 or more
+flash_attn_cute.sparsity plot causal --seqlen 0
+    argument --seqlen: expected a number, 1 or more
+flash_attn_cute.sparsity plot causal --against spt --out a.png
+    argument --out: expected a .gif with
+"""
+
+
+@pytest.mark.parametrize(("command", "said"), pairs(REFUSED))
 def test_wrong_arguments(
-    command: str, arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    module, *arguments = command.split()
     with pytest.raises(SystemExit) as stopped:
-        _main_of(command)(arguments.split())
+        _main_of(module)(arguments)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
 

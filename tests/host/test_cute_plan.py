@@ -29,14 +29,12 @@ from flash_attn_cute.kernels.sm90.backward.backward_config import (
     BackwardCtaConfig,
     BackwardHalfBlocksConfig,
     BackwardStoredDSConfig,
-    backward_config,
 )
-from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import bias_gradient_config
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
-from flash_attn_cute.kernels.sm90.forward_config import forward_config
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.problem.block_tables import ANY_NUMBER
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
+from tests.lib.configurations import by_words, sm90_backward, sm90_bias_gradient, sm90_forward
 from tests.lib.specs import DENSE, PACKED, spec_of
 
 SM90 = ARCHITECTURES["sm90"]
@@ -77,19 +75,17 @@ def test_cases() -> None:
 
 def test_a_bias_by_tma() -> None:
     """Hopper's forward kernels load it by TMA, but not where a tile's rows are heads in turn; Blackwell's never do."""
-    features = Features(bias=True, tiled_bias=True, paired_bias=True)
+    words = "bias tiled_bias paired_bias"
     for d in HEAD_DIMS:
-        tiled, grouped = (forward_config("bfloat16", d, d, features, group=group) for group in (1, 4))
+        tiled, grouped = (sm90_forward(d, words, group=group) for group in (1, 4))
         assert (tiled.tiles_bias, tiled.bias_pitch) == (True, 0)
         assert not grouped.features.tiled_bias
         assert grouped.bias_pitch > 0
         assert forward_schedule(tiled).num_bytes <= 227 * 1024
         assert forward_schedule(tiled).pipeline("bias").num_bytes == 2 * 64 * tiled.tile_n
     for name in ("forward", "bias_gradient"):
-        configure = ARCHITECTURES["sm100"].passes[name].configure
-        assert configure("bfloat16", 128, 128, features) == configure(
-            "bfloat16", 128, 128, dataclasses.replace(features, tiled_bias=False)
-        )
+        configure = by_words(ARCHITECTURES["sm100"].passes[name].configure)
+        assert configure(128, words) == configure(128, f"{words} -tiled_bias")
 
 
 def test_features_of_a_call() -> None:
@@ -180,59 +176,59 @@ def test_backward_sections(
 
 
 @pytest.mark.parametrize(
-    ("options", "keys", "deterministic", "zeroes_sums", "tile_m"),
+    ("words", "keys", "deterministic", "zeroes_sums", "tile_m"),
     [
-        ({"right": True}, 512, True, False, 64),
-        ({"right": True}, 513, False, True, 64),
-        ({"right": True}, 0, False, True, 64),
-        ({"right": True, "deterministic": True}, 8192, True, False, 64),
-        ({"left": True}, 8192, True, False, 64),
-        ({"bias": True}, 8192, True, False, 64),
-        ({"bias": True, "tiled_bias": True}, 8192, True, False, 64),
-        ({"bias": True, "dbias": True}, 8192, True, False, 64),
-        ({"bias": True, "tiled_bias": True, "dbias": True}, 8192, False, True, 64),
-        ({"bias": True, "tiled_bias": True, "dbias_of_scores": True}, 8192, False, True, 64),
-        ({"bias": True, "tiled_bias": True, "dbias": True}, 512, True, False, 64),
-        ({"bias": True, "tiled_bias": True, "dbias": True, "right": True}, 8192, False, True, 64),
-        ({"bias": True, "tiled_bias": True, "dbias": True, "deterministic": True}, 8192, True, False, 64),
-        ({"bias": True, "uniform_bias": True, "dbias_of_keys": True}, 8192, True, False, 64),
-        ({"block_mask": True}, 8192, False, False, 64),
-        ({}, 8191, False, True, 64),
-        ({}, 8192, False, True, 80),
-        ({"deterministic": True}, 8192, True, False, 64),
-        ({"grouped": True}, 8191, False, True, 64),
-        ({"grouped": True}, 8192, False, True, 80),
-        ({"grouped": True, "deterministic": True}, 4095, True, False, 64),
-        ({"grouped": True, "deterministic": True}, 4096, True, False, 80),
-        ({"grouped": True, "deterministic": True, "right": True}, 8192, True, False, 64),
-        ({"grouped": True, "right": True}, 8192, False, True, 64),
-        ({"packed": True}, 8192, False, True, 64),
+        ("right", 512, True, False, 64),
+        ("right", 513, False, True, 64),
+        ("right", 0, False, True, 64),
+        ("right deterministic", 8192, True, False, 64),
+        ("left", 8192, True, False, 64),
+        ("bias", 8192, True, False, 64),
+        ("bias tiled_bias", 8192, True, False, 64),
+        ("bias dbias", 8192, True, False, 64),
+        ("bias tiled_bias dbias", 8192, False, True, 64),
+        ("bias tiled_bias dbias_of_scores", 8192, False, True, 64),
+        ("bias tiled_bias dbias", 512, True, False, 64),
+        ("bias tiled_bias dbias right", 8192, False, True, 64),
+        ("bias tiled_bias dbias deterministic", 8192, True, False, 64),
+        ("bias uniform_bias dbias_of_keys", 8192, True, False, 64),
+        ("block_mask", 8192, False, False, 64),
+        ("", 8191, False, True, 64),
+        ("", 8192, False, True, 80),
+        ("deterministic", 8192, True, False, 64),
+        ("grouped", 8191, False, True, 64),
+        ("grouped", 8192, False, True, 80),
+        ("grouped deterministic", 4095, True, False, 64),
+        ("grouped deterministic", 4096, True, False, 80),
+        ("grouped deterministic right", 8192, True, False, 64),
+        ("grouped right", 8192, False, True, 64),
+        ("packed", 8192, False, True, 64),
     ],
     ids=str,
 )
 def test_order_and_blocks_of_a_backward_pass(
-    options: dict[str, bool], keys: int, deterministic: bool, zeroes_sums: bool, tile_m: int
+    words: str, keys: int, deterministic: bool, zeroes_sums: bool, tile_m: int
 ) -> None:
     """No call gets an order that costs time without asking for it."""
-    config = backward_config("bfloat16", 128, 128, Features(**options), keys=keys)
+    config = sm90_backward(128, words, keys=keys)
     assert isinstance(config, BackwardCtaConfig)
     assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == (deterministic, zeroes_sums, tile_m)
 
 
 @pytest.mark.parametrize(
-    ("options", "keys", "halves_dV"),
+    ("words", "keys", "halves_dV"),
     [
-        ({}, 512, True),
-        ({"right": True}, 8192, False),
-        ({"grouped": True}, 8192, False),
-        ({"packed": True}, 8192, False),
-        ({"deterministic": True}, 8192, True),
+        ("", 512, True),
+        ("right", 8192, False),
+        ("grouped", 8192, False),
+        ("packed", 8192, False),
+        ("deterministic", 8192, True),
     ],
     ids=str,
 )
-def test_halves_of_dV_in_a_backward_pass(options: dict[str, bool], keys: int, halves_dV: bool) -> None:
+def test_halves_of_dV_in_a_backward_pass(words: str, keys: int, halves_dV: bool) -> None:
     """Full masks at d = 64 alone; at d = 128 none."""
-    config, wide = (backward_config("bfloat16", d, d, Features(**options), keys=keys) for d in (64, 128))
+    config, wide = (sm90_backward(d, words, keys=keys) for d in (64, 128))
     assert isinstance(config, BackwardCtaConfig)
     assert isinstance(wide, BackwardCtaConfig)
     assert (config.halves_dV, wide.halves_dV) == (halves_dV, False)
@@ -341,7 +337,7 @@ def test_deterministic_passes_store_dS_of_larger_blocks(
 def test_passes_that_store_dS_are_deterministic(others: str) -> None:
     """Asked for or not, by one kernel, but for dK and dV of grouped heads."""
     asked, default = (
-        backward_config("bfloat16", 128, 128, Features.parse(f"block_mask half_columns stored_ds {words}".split()))
+        sm90_backward(128, f"block_mask half_columns stored_ds {words}")
         for words in (f"deterministic {others}", others)
     )
     assert isinstance(asked, BackwardStoredDSConfig)
@@ -394,12 +390,12 @@ def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
     """Every pair of head dimensions fits; a launch that asks for more than a CTA can have fails when it is made."""
     for d, d_v in itertools.product(HEAD_DIMS, repeat=2):
         for others in ("", "right", "left softcap packed"):
-            features = Features.parse(f"{flags} {others}".split())
-            forward = forward_config("bfloat16", d, d_v, features)
+            given: tuple[tuple[int, int], str] = (d, d_v), f"{flags} {others}"
+            forward = sm90_forward(*given)
             assert forward.tile_n % 16 == 0
-            configs = [forward, backward_config("bfloat16", d, d_v, features)]
-            if features.bias:
-                configs.append(bias_gradient_config("bfloat16", d, d_v, features))
+            configs: list[Any] = [forward, sm90_backward(*given)]
+            if "bias" in flags:
+                configs.append(sm90_bias_gradient(*given))
             for config in configs:
                 assert pass_of(config).schedule(config).num_bytes <= 227 * 1024, config
 
