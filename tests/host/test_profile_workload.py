@@ -1,4 +1,4 @@
-"""What is profiled, and what PyTorch's profiler records of it: ``profile workload`` and ``profile timeline``."""
+"""Workloads for profilers, and timelines of recorded traces: ``profile workload`` and ``profile timeline``."""
 
 import argparse
 import contextlib
