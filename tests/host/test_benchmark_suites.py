@@ -23,6 +23,7 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 CPU = torch.device("cpu")
+MakeSuite = Callable[[torch.device, torch.dtype], Suite[Any]]
 TINY = (
     packed.Shape("ragged", (5, 1, 17), 2, 2, 8),
     packed.Shape("gqa", (9, 30), 4, 2, 16),
@@ -80,35 +81,41 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
 
     for function in (flash_attn_func, flash_attn_varlen_func):
         monkeypatch.setattr(attention, function.__name__, recording(function))
-    module = types.ModuleType("flash_attn.cute")
-    vars(module).update(flash_attn_func=peer, flash_attn_varlen_func=peer)
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(attention, "BACKEND", "portable")
-    monkeypatch.setattr(attention, "TOKENS", 32)
-    monkeypatch.setattr(attention, "DENSE", ((2, 2, 8, 16, True), (4, 2, 16, 16, False)))
-    monkeypatch.setattr(attention, "BOARD", ((4, 1, 8, 12, True),))
-    monkeypatch.setattr(attention, "PACKED", ((4, 2, 8),))
-    monkeypatch.setattr(attention, "DOCUMENTS", (5, 1, 17))
-    monkeypatch.setattr(attention, "LENGTHS", (8, 16, 32))
-
-    def short(
-        make: Callable[[torch.device, torch.dtype], Suite[Any]],
-    ) -> Callable[[torch.device, torch.dtype], Suite[Any]]:
-        return lambda device, dtype: replace(make(device, dtype), rounds=3)
-
+    functions = {"flash_attn_func": peer, "flash_attn_varlen_func": peer}
+    stand_in(monkeypatch, flash_attn={}, flash_attn__cute=functions)
+    set_all(monkeypatch, attention, BACKEND="portable", TOKENS=32, DOCUMENTS=(5, 1, 17), LENGTHS=(8, 16, 32))
+    set_all(monkeypatch, attention, DENSE=((2, 2, 8, 16, True), (4, 2, 16, 16, False)))
+    set_all(monkeypatch, attention, BOARD=((4, 1, 8, 12, True),), PACKED=((4, 2, 8),))
     for name in ("forward", "backward", "both", "lengths"):
-        monkeypatch.setitem(cli.SUITES, name, short(cli.SUITES[name]))
+        shorten(monkeypatch, name, cli.SUITES[name])
     return asked
 
 
-def run_tiny(suite: str, out: Path) -> dict[str, Any]:
-    """The JSON of a suite of the attention."""
+def written(suite: str, out: Path) -> dict[str, Any]:
+    """Runs a suite by the command, which draws it, too; returns its JSON."""
     pytest.importorskip("matplotlib")
     cli.main([suite, "--device", "cpu", "--out", str(out)])
     assert (out / f"{suite}-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
     content: dict[str, Any] = json.loads((out / f"{suite}-cpu-float32.json").read_text())
     return content
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, place: Any, **values: Any) -> None:
+    for name, value in values.items():
+        monkeypatch.setattr(place, name, value)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    """Modules that may be imported then, and what is in them; a name has "__" for a point."""
+    for name, content in modules.items():
+        module = types.ModuleType(name.replace("__", "."))
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, name: str, make: MakeSuite, **limits: Any) -> None:
+    """The command measures a suite in three rounds."""
+    monkeypatch.setitem(cli.SUITES, name, lambda device, dtype: replace(make(device, dtype), rounds=3, **limits))
 
 
 PLAIN = [attention.PACKAGE, attention.FA4]
@@ -118,7 +125,7 @@ DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("suite", ["backward", "both"])
 def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = run_tiny(suite, tmp_path)
+    content = written(suite, tmp_path)
     assert [case["name"] for case in content["cases"]] == [
         "2x8 16 causal",
         "4/2x16 16 full",
@@ -146,14 +153,14 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
     """But one that asks for the largest logits."""
-    for case in run_tiny("forward", tmp_path)["cases"]:
+    for case in written("forward", tmp_path)["cases"]:
         assert attention.PACKAGE_MAX_LOGITS in case["measured"]
         assert not {*case["measured"], *case["unavailable"]} & set(DETERMINISTIC)
     assert tiny == {(name, False) for name in PLAIN}
 
 
 def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
-    cases = run_tiny("lengths", tmp_path)["cases"]
+    cases = written("lengths", tmp_path)["cases"]
     assert [case["name"] for case in cases[:4]] == [
         *(f"forward 16x128 {length} causal" for length in (8, 16, 32)),
         "forward 16x128 8 full",
@@ -196,6 +203,11 @@ def test_rows_of_the_attention_suites() -> None:
     ]
 
 
+def compiles_for_long(case: Any) -> Any:
+    """Stands in for FlexAttention on a CPU."""
+    raise Unavailable("on a CPU it compiles for long")
+
+
 def triangle_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
@@ -222,26 +234,12 @@ TINY_ROWS = (
 
 def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone computes the same, but for what is there for comparison, and cuDNN no gradient of a bias."""
-    pytest.importorskip("matplotlib")
-
-    def refuse(case: bias.BiasCase) -> Any:
-        raise Unavailable("on a CPU it compiles for long")
-
-    module = types.ModuleType("cuequivariance_torch")
-    vars(module).update(triangle_attention=triangle_attention)
-    monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
-    monkeypatch.setattr(bias, "_flex", refuse)
+    stand_in(monkeypatch, cuequivariance_torch={"triangle_attention": triangle_attention})
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))  # looking takes long
-    monkeypatch.setattr(bias, "BACKEND", "portable")
-    monkeypatch.setattr(bias, "ROWS", TINY_ROWS)
-    monkeypatch.setattr(bias, "TILE", 4)
-    monkeypatch.setattr(bias, "KERNELS", dict.fromkeys(bias.KERNELS, SDPBackend.MATH))
-    monkeypatch.setitem(
-        cli.SUITES, "bias", lambda device, dtype: replace(bias.suite(device, dtype), rounds=3, seconds=0.1)
-    )
-    cli.main(["bias", "--device", "cpu", "--out", str(tmp_path)])
-    content = json.loads((tmp_path / "bias-cpu-float32.json").read_text())
-    assert (tmp_path / "bias-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+    kernels = dict.fromkeys(bias.KERNELS, SDPBackend.MATH)
+    set_all(monkeypatch, bias, BACKEND="portable", ROWS=TINY_ROWS, TILE=4, KERNELS=kernels, _flex=compiles_for_long)
+    shorten(monkeypatch, "bias", bias.suite, seconds=0.1)
+    content = written("bias", tmp_path)
     cases = {case["name"]: case for case in content["cases"]}
     assert list(cases) == [f"{passes} {row.name}" for row in TINY_ROWS for passes in ("forward", "backward")]
 
@@ -269,8 +267,7 @@ def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_flex_attention_computes_the_same(row: bias.Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, which on a CPU takes long; gradients come with compiling only."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(bias, "BACKEND", "portable")
-    monkeypatch.setattr(bias, "TILE", 4)
+    set_all(monkeypatch, bias, BACKEND="portable", TILE=4)
     case = bias._case(row, "forward", CPU, torch.float32)
     if row.documents:
         with pytest.raises(Unavailable):
@@ -295,8 +292,7 @@ def test_rows_of_the_bias_suite() -> None:
 
 
 def test_lengths_of_the_bias_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bias, "LENGTHS", (7, 8))
-    monkeypatch.setattr(bias, "TOKENS", 16)
+    set_all(monkeypatch, bias, LENGTHS=(7, 8), TOKENS=16)
     cases = list(bias.lengths(CPU, torch.float32).cases())
     panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("bias", "mask")]
     assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (7, 8)]
@@ -350,22 +346,16 @@ def block_sparse_attention(
 @pytest.fixture
 def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small rows by the portable backend, and a stand-in for flash-attn-4 that sees that one's arguments."""
-    modules: dict[str, dict[str, Any]] = {
-        "flash_attn": {},
-        "flash_attn.cute": {"flash_attn_func": block_sparse_attention},
-        "flash_attn.cute.utils": {"scalar_to_ssa": lambda x, dtype: x[None]},
-        "flash_attn.cute.block_sparsity": {
-            "BlockSparseTensorsTorch": lambda *lists, block_size: (*lists, block_size),
-        },
-        "cutlass": {"Int32": int},
-    }
-    for name, content in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name, value in {"BACKEND": "portable", "HEADS": 2, "D": 8, "TOKENS": 1024, "WINDOW": 200}.items():
-        monkeypatch.setattr(sparse, name, value)
-    monkeypatch.setattr(sparse, "DOCUMENTS", 48)
+    tensors = {"BlockSparseTensorsTorch": lambda *lists, block_size: (*lists, block_size)}
+    stand_in(
+        monkeypatch,
+        flash_attn={},
+        flash_attn__cute={"flash_attn_func": block_sparse_attention},
+        flash_attn__cute__utils={"scalar_to_ssa": lambda x, dtype: x[None]},
+        flash_attn__cute__block_sparsity=tensors,
+        cutlass={"Int32": int},
+    )
+    set_all(monkeypatch, sparse, BACKEND="portable", HEADS=2, D=8, TOKENS=1024, WINDOW=200, DOCUMENTS=48)
     monkeypatch.setattr(sparse, "ROWS", TINY_SPARSE_ROWS)
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))
 
@@ -373,17 +363,9 @@ def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny_sparse")
 def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone computes the same, but for a pass over all blocks; FLOP are those of elements, or of blocks."""
-    pytest.importorskip("matplotlib")
-
-    def refuse(case: sparse.SparseCase) -> Any:
-        raise Unavailable("on a CPU it compiles for long")
-
-    monkeypatch.setattr(sparse, "_flex", refuse)
-    monkeypatch.setitem(
-        cli.SUITES, "sparse", lambda device, dtype: replace(sparse.suite(device, dtype), rounds=3, seconds=0.1)
-    )
-    cli.main(["sparse", "--device", "cpu", "--out", str(tmp_path)])
-    content = json.loads((tmp_path / "sparse-cpu-float32.json").read_text())
+    monkeypatch.setattr(sparse, "_flex", compiles_for_long)
+    shorten(monkeypatch, "sparse", sparse.suite, seconds=0.1)
+    content = written("sparse", tmp_path)
     cases = {case["name"]: case for case in content["cases"]}
     assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
     i, j = torch.arange(512)[:, None], torch.arange(512)
@@ -469,7 +451,6 @@ def test_lengths_of_the_sparse_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny_sparse")
 def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Tables are made anew in every round."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(sparse, "TABLES_LENGTH", 1024)
     made: list[int] = []
     build = BlockMask.build
@@ -480,11 +461,8 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(BlockMask, "build", count)
     monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
-    monkeypatch.setitem(
-        cli.SUITES, "sparse-tables", lambda device, dtype: replace(sparse.tables(device, dtype), rounds=3)
-    )
-    cli.main(["sparse-tables", "--device", "cpu", "--out", str(tmp_path)])
-    content = json.loads((tmp_path / "sparse-tables-cpu-float32.json").read_text())
+    shorten(monkeypatch, "sparse-tables", sparse.tables)
+    content = written("sparse-tables", tmp_path)
     names = list(sparse.TABLES)
     assert [case["name"] for case in content["cases"]] == names
     for case in content["cases"]:
@@ -521,13 +499,9 @@ TINY_SELECTED_ROWS = (selected.Row(16, 16, 300), selected.Row(4, 16, 300), selec
 @pytest.fixture
 def tiny_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small rows by the portable backend, a stand-in for flash-linear-attention, and FlexAttention as it is."""
-    for name, content in {"fla": {}, "fla.ops": {}, "fla.ops.nsa": {"parallel_nsa": parallel_nsa}}.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name, value in {"BACKEND": "portable", "GROUPS": 2, "D": 16, "BLOCK": 32, "ROWS": TINY_SELECTED_ROWS}.items():
-        monkeypatch.setattr(selected, name, value)
-    monkeypatch.setattr(selected, "_ROWS_AT_ONCE", 100)
+    stand_in(monkeypatch, fla={}, fla__ops={}, fla__ops__nsa={"parallel_nsa": parallel_nsa})
+    set_all(monkeypatch, selected, BACKEND="portable", GROUPS=2, D=16, BLOCK=32, _ROWS_AT_ONCE=100)
+    monkeypatch.setattr(selected, "ROWS", TINY_SELECTED_ROWS)
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # which takes long on a CPU
 
