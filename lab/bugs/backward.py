@@ -14,44 +14,37 @@ _POLL = find("adding", "ld.acquire")
 
 BACKWARD: Bugs = {
     "missing wait": (
-        *(
-            Bug.no_wait(f"{role} warps read a tile before it is there", role, "tiles.full")
-            for role in ("mma", "compute", "drain", "adding")
+        *Bug.no_waits(
+            """
+        mma tiles.full | mma warps read a tile before it is there
+        compute tiles.full | compute warps read a tile before it is there
+        drain tiles.full | drain warps read a tile before it is there
+        adding tiles.full | adding warps read a tile before it is there
+        mma k.full | scores are begun before K is there
+        mma q.full | scores are begun before Q is there
+        mma v.full | dP is begun before V is there
+        mma do.full | dP is begun before dO is there
+        mma scores.empty | dV is begun before P is stored
+        mma dp.empty*2 | dK and dQ are begun before dS is stored
+        mma dq.empty*2 in steps | dQ overwrites the last step's, which drain warps have not read
+        mma dq.empty in d128 | dP overwrites the last step's dQ, which drain warps have not read
+        compute scores.full | compute warps read scores that are not complete
+        compute dp.full | compute warps read dP that is not complete
+        compute dv.full | compute warps read dV that is not complete
+        compute:4 dk.full | compute warps read dK that is not complete
+        drain dq.full | drain warps read dQ that is not complete
+        drain pieces_even.empty*2 | drain warps overwrite a piece of dQ that has not been added
+        adding pieces_even.full*2 | a piece of dQ is added before it is there
+        producer q.empty in steps, products lag | Q is loaded over Q that products still read
+        producer do.empty in d128, products lag | dO is loaded over dO that products still read
+        producer k.empty in d128-tiles, stores lag | K is loaded over dK that TMA still reads
+        producer tiles.empty*2 in tiles, adding lags | a tile is published in the place of one that is still worked on
+        """
         ),
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full"),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
-        Bug.no_wait("dP is begun before V is there", "mma", "v.full"),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full"),
-        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty"),
-        Bug.no_wait("dK and dQ are begun before dS is stored", "mma", "dp.empty", count=2),
-        Bug.no_wait(
-            "dQ overwrites the last step's, which drain warps have not read", "mma", "dq.empty", "steps", count=2
-        ),
-        Bug.no_wait("dP overwrites the last step's dQ, which drain warps have not read", "mma", "dq.empty", "d128"),
-        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full"),
-        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full"),
-        Bug.no_wait("compute warps read dV that is not complete", "compute", "dv.full"),
-        Bug.no_wait("compute warps read dK that is not complete", "compute:4", "dk.full"),
-        Bug.no_wait("drain warps read dQ that is not complete", "drain", "dq.full"),
-        Bug.no_wait(
-            "drain warps overwrite a piece of dQ that has not been added", "drain", "pieces_even.empty", count=2
-        ),
-        Bug.no_wait("a piece of dQ is added before it is there", "adding", "pieces_even.full", count=2),
         Bug(
             "the place of a piece of dQ is given back while TMA still reads it",
             find("adding", "cp.async.bulk.wait_group.read", 2).left_out(),
             lags="stores",
-        ),
-        Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", "steps", "products"),
-        Bug.no_wait("dO is loaded over dO that products still read", "producer", "do.empty", "d128", "products"),
-        Bug.no_wait("K is loaded over dK that TMA still reads", "producer", "k.empty", "d128-tiles", "stores"),
-        Bug.no_wait(
-            "a tile is published in the place of one that is still worked on",
-            "producer",
-            "tiles.empty",
-            "tiles",
-            "adding",
-            count=2,
         ),
         Bug(
             "the CTA ends while TMA still reads dV and dK",
@@ -60,15 +53,15 @@ BACKWARD: Bugs = {
             "stores",
         ),
     ),
-    "wrong phase": (
-        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full"),
-        Bug.wrong_phase("the mma warp is a phase late with dS", "mma", "dp.empty", count=2),
-        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty"),
-        Bug.wrong_phase("compute warps are a phase late with scores", "compute", "scores.full"),
-        Bug.wrong_phase("drain warps are a phase late with dQ", "drain", "dq.full"),
-        Bug.wrong_phase(
-            "adding warps wait for the phase of pieces that is over", "adding", "pieces_even.full", count=2
-        ),
+    "wrong phase": Bug.wrong_phases(
+        """
+        mma v.full | the mma warp waits for the phase of V that is over
+        mma dp.empty*2 | the mma warp is a phase late with dS
+        producer k.empty | the producer waits for K as if stages began full
+        compute scores.full | compute warps are a phase late with scores
+        drain dq.full | drain warps are a phase late with dQ
+        adding pieces_even.full*2 | adding warps wait for the phase of pieces that is over
+        """
     ),
     "wrong stage": (
         Bug(

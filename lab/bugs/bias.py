@@ -9,20 +9,24 @@ _OF_S, _OF_DP = _PRODUCTS[:4], _PRODUCTS[4:]
 _MEETINGS = find("compute", "bar.sync", 4)[1:3]  # of warps that compute
 
 BIAS: Bugs = {
-    "missing wait": (
-        Bug.no_wait("scores are begun before Q and K are there", "mma", "qk.full"),
-        Bug.no_wait("dP is begun before dO and V are there", "mma", "dov.full"),
-        Bug.no_wait("dP overwrites that which compute warps have not read", "mma", "dp.empty", "several"),
-        Bug.no_wait("compute warps read scores that are not complete", "compute", "scores.full"),
-        Bug.no_wait("compute warps read dP that is not complete", "compute", "dp.full"),
-        Bug.no_wait("Q and K are loaded over those that scores still read", "producer", "qk.empty", "several"),
-        Bug.no_wait("dO and V are loaded over those that dP still reads", "producer", "dov.empty", "several"),
-        Bug.no_wait("compute warps do not wait for published pieces", "compute", "pieces.full"),
-        Bug.no_wait("the mma warp does not wait for published pieces", "mma", "pieces.full", "unseen"),
+    "missing wait": Bug.no_waits(
+        """
+        mma qk.full | scores are begun before Q and K are there
+        mma dov.full | dP is begun before dO and V are there
+        mma dp.empty in several | dP overwrites that which compute warps have not read
+        compute scores.full | compute warps read scores that are not complete
+        compute dp.full | compute warps read dP that is not complete
+        producer qk.empty in several | Q and K are loaded over those that scores still read
+        producer dov.empty in several | dO and V are loaded over those that dP still reads
+        compute pieces.full | compute warps do not wait for published pieces
+        mma pieces.full in unseen | the mma warp does not wait for published pieces
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase("compute warps are a phase late with dP", "compute", "dp.full"),
-        Bug.wrong_phase("the mma warp waits for the phase of operands that is over", "mma", "qk.full"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        compute dp.full | compute warps are a phase late with dP
+        mma qk.full | the mma warp waits for the phase of operands that is over
+        """
     ),
     "wrong column": (
         Bug("dP takes the place of the bias", _OF_DP.flipped("target", 256 ^ 384)),

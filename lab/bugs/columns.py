@@ -13,15 +13,19 @@ _TILE = 128 * 128 // 8  # bytes of bits
 
 
 COLUMNS: Bugs = {
-    "missing wait": (
-        Bug.no_wait("compute warps read an entry before it is there", "compute", "entries.full"),
-        Bug.no_wait("adding warps read a turn before it is there", "adding", "turns.full"),
+    "missing wait": Bug.no_waits(
+        """
+        compute entries.full | compute warps read an entry before it is there
+        adding turns.full | adding warps read a turn before it is there
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase("compute warps are a phase late with entries", "compute", "entries.full"),
-        Bug.wrong_phase("adding warps are a phase late with turns", "adding", "turns.full"),
-        Bug.wrong_phase("the producer waits for entries as if stages began full", "producer", "entries.empty"),
-        Bug.wrong_phase("the producer waits for turns as if stages began full", "producer", "turns.empty"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        compute entries.full | compute warps are a phase late with entries
+        adding turns.full | adding warps are a phase late with turns
+        producer entries.empty | the producer waits for entries as if stages began full
+        producer turns.empty | the producer waits for turns as if stages began full
+        """
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _ENTRY.further(0, 8)),

@@ -27,40 +27,31 @@ def _signalled_early(c: Code) -> list[Edit]:
 
 FORWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("the mma warp reads a tile before it is there", "mma", "tiles.full", count=2),
-        Bug.no_wait("softmax reads a tile before it is there", "softmax", "tiles.full", count=2),
-        Bug.no_wait("the epilogue reads a tile before it is there", "epilogue", "tiles.full", count=2),
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full"),
-        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", count=2),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", count=2),
-        Bug.no_wait("outputs are begun before most of P is stored", "mma", "p.full", count=4),
-        Bug.no_wait(
-            "outputs of the last keys are begun before their P is stored", "mma", "scores.empty", "long", count=4
+        *Bug.no_waits(
+            """
+        mma tiles.full*2 | the mma warp reads a tile before it is there
+        softmax tiles.full*2 | softmax reads a tile before it is there
+        epilogue tiles.full*2 | the epilogue reads a tile before it is there
+        mma k.full | scores are begun before K is there
+        mma v.full*2 | outputs are begun before V is there
+        mma q.full*2 | scores are begun before Q is there
+        mma p.full*4 | outputs are begun before most of P is stored
+        mma scores.empty*4 in long | outputs of the last keys are begun before their P is stored
+        mma outputs.empty*4 | a tile's first output overwrites O that the epilogue has not read
+        mma v.empty | the mma warp frees tensor memory before its last products are done
+        softmax scores.full | softmax reads scores that are not complete
+        softmax stats.empty in short | softmax overwrites sums that the epilogue has not read
+        softmax added.full*4[1] in d256 | softmax rescales O that the last product is still added to (one part)
+        softmax added.full*4[0] in d256 |
+            softmax rescales O by a phase that it may take for the one two before (one part)
+        epilogue stats.full | the epilogue reads sums before they are there
+        epilogue outputs.full | the epilogue stores O before it is complete
+        producer k.empty in long | K is loaded over K that products still read
+        producer v.empty in long | V is loaded over V that products still read
+        producer q.empty*2 | Q is loaded over Q that products still read
+        producer tiles.empty*2 in short, epilogue lags | a tile is published in the place of one that is still worked on
+        """
         ),
-        Bug.no_wait(
-            "a tile's first output overwrites O that the epilogue has not read", "mma", "outputs.empty", count=4
-        ),
-        Bug.no_wait("the mma warp frees tensor memory before its last products are done", "mma", "v.empty"),
-        Bug.no_wait("softmax reads scores that are not complete", "softmax", "scores.full"),
-        Bug.no_wait("softmax overwrites sums that the epilogue has not read", "softmax", "stats.empty", "short"),
-        Bug.no_wait(
-            "softmax rescales O that the last product is still added to (one part)",
-            "softmax",
-            "added.full",
-            "d256",
-            count=4,
-            which=1,
-        ),
-        Bug.no_wait(
-            "softmax rescales O by a phase that it may take for the one two before (one part)",
-            "softmax",
-            "added.full",
-            "d256",
-            count=4,
-            which=0,
-        ),
-        Bug.no_wait("the epilogue reads sums before they are there", "epilogue", "stats.full"),
-        Bug.no_wait("the epilogue stores O before it is complete", "epilogue", "outputs.full"),
         Bug(
             "the epilogue overwrites a piece of O in shared memory that TMA still reads",
             find("epilogue", "cp.async.bulk.wait_group", having=r"\b1;").left_out(),
@@ -77,23 +68,14 @@ FORWARD: Bugs = {
             "d192",
             "stores",
         ),
-        Bug.no_wait("K is loaded over K that products still read", "producer", "k.empty", "long"),
-        Bug.no_wait("V is loaded over V that products still read", "producer", "v.empty", "long"),
-        Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", count=2),
-        Bug.no_wait(
-            "a tile is published in the place of one that is still worked on",
-            "producer",
-            "tiles.empty",
-            "short",
-            "epilogue",
-            count=2,
-        ),
     ),
-    "wrong phase": (
-        Bug.wrong_phase("the mma warp waits for the phase of V that is over", "mma", "v.full", count=2),
-        Bug.wrong_phase("the producer waits for K as if stages began full", "producer", "k.empty"),
-        Bug.wrong_phase("softmax is a phase late with scores", "softmax", "scores.full"),
-        Bug.wrong_phase("the epilogue is a phase late with O", "epilogue", "outputs.full"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        mma v.full*2 | the mma warp waits for the phase of V that is over
+        producer k.empty | the producer waits for K as if stages began full
+        softmax scores.full | softmax is a phase late with scores
+        epilogue outputs.full | the epilogue is a phase late with O
+        """
     ),
     "wrong stage": (
         Bug(

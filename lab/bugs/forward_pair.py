@@ -11,87 +11,38 @@ _TILE_BYTES = 48  # of what is published of a tile
 
 
 FORWARD_PAIR: Bugs = {
-    "missing wait": (
-        Bug.no_wait(
-            "the second CTA's producer reads a tile before it is there",
-            "second producer",
-            "tiles.full",
-            lags="first producer",
-            count=2,
-        ),
-        Bug.no_wait("scores are begun before K of both is there", "mma", "k.full"),
-        Bug.no_wait("scores are begun before Q of both is there", "mma", "q.full", "tiles"),
-        Bug.no_wait("outputs are begun before V of both is there", "mma", "v.full", count=2),
-        Bug.no_wait(
-            "outputs are begun before the second CTA's P is stored", "mma", "p.full", lags="second softmax", count=2
-        ),
-        Bug.no_wait(
-            "outputs of the last keys are begun before the second CTA's P is stored",
-            "mma",
-            "scores.empty",
-            "blocks",
-            "second softmax",
-            count=2,
-        ),
-        Bug.no_wait(
-            "a tile's first output overwrites O that the second CTA's epilogue has not read",
-            "mma",
-            "outputs.empty",
-            "tiles",
-            "second epilogue",
-            count=2,
-        ),
-        Bug.no_wait(
-            "softmax rescales O that the last product is still added to",
-            "softmax",
-            "added.full",
-            "rising",
-            count=4,
-            which=1,
-        ),
-        Bug.no_wait(
-            "softmax rescales O by a phase that it may take for the one two before",
-            "softmax",
-            "added.full",
-            "rising",
-            count=4,
-            which=0,
-        ),
-        Bug.no_wait("K is loaded over K that products still read", "producer", "k.empty", "blocks", count=3, which=0),
-        Bug.no_wait("V is loaded over V that products still read", "producer", "v.empty", "blocks", count=3, which=0),
-        Bug.no_wait("Q is loaded over Q that products still read", "producer", "q.empty", "tiles", count=2, which=0),
-        Bug.no_wait(
-            "a tile is published in the place of one that the second CTA still works on",
-            "producer",
-            "tiles.empty",
-            "tiles",
-            "second epilogue",
-            count=4,
-        ),
+    "missing wait": Bug.no_waits(
+        """
+        second producer tiles.full*2, first producer lags | the second CTA's producer reads a tile before it is there
+        mma k.full | scores are begun before K of both is there
+        mma q.full in tiles | scores are begun before Q of both is there
+        mma v.full*2 | outputs are begun before V of both is there
+        mma p.full*2, second softmax lags | outputs are begun before the second CTA's P is stored
+        mma scores.empty*2 in blocks, second softmax lags |
+            outputs of the last keys are begun before the second CTA's P is stored
+        mma outputs.empty*2 in tiles, second epilogue lags |
+            a tile's first output overwrites O that the second CTA's epilogue has not read
+        softmax added.full*4[1] in rising | softmax rescales O that the last product is still added to
+        softmax added.full*4[0] in rising | softmax rescales O by a phase that it may take for the one two before
+        producer k.empty*3[0] in blocks | K is loaded over K that products still read
+        producer v.empty*3[0] in blocks | V is loaded over V that products still read
+        producer q.empty*2[0] in tiles | Q is loaded over Q that products still read
+        producer tiles.empty*4 in tiles, second epilogue lags |
+            a tile is published in the place of one that the second CTA still works on
+        """
     ),
-    "leaving": (
-        Bug.no_wait(
-            "the second CTA ends before the commit of the last V arrives there",
-            "second producer",
-            "v.empty",
-            lags="arrivals",
-            count=3,
-            which=slice(1, 3),
-        ),
-        Bug.no_wait(
-            "the second CTA ends before the commit of the last O that is added arrives there",
-            "second softmax",
-            "added.full",
-            lags="arrivals",
-            count=4,
-            which=slice(2, 4),
-        ),
+    "leaving": Bug.no_waits(
+        """
+        second producer v.empty*3[1:3], arrivals lag | the second CTA ends before the commit of the last V arrives there
+        second softmax added.full*4[2:4], arrivals lag |
+            the second CTA ends before the commit of the last O that is added arrives there
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase("the mma warp is a phase late with P", "mma", "p.full", count=2),
-        Bug.wrong_phase(
-            "softmax waits for the next output to be added", "softmax", "added.full", "rising", count=4, which=1
-        ),
+    "wrong phase": Bug.wrong_phases(
+        """
+        mma p.full*2 | the mma warp is a phase late with P
+        softmax added.full*4[1] in rising | softmax waits for the next output to be added
+        """
     ),
     "wrong place": (
         Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES)),

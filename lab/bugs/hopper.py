@@ -8,9 +8,13 @@ _READ = find("storing", "cp.async.bulk.wait_group.read", 4)
 
 HOPPER_FORWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full", count=3),
-        Bug.no_wait("outputs are begun before V is there", "mma", "v.full", count=2),
-        Bug.no_wait("a bias is read before it is there", "mma", "bias.full", "bias", count=2),
+        *Bug.no_waits(
+            """
+        mma k.full*3 | scores are begun before K is there
+        mma v.full*2 | outputs are begun before V is there
+        mma bias.full*2 in bias | a bias is read before it is there
+        """
+        ),
         Bug("scores are read while they are computed", _WAITS[0].left_out()),
         Bug("O is rescaled while a product adds to it", _WAITS[2].left_out()),
         Bug(
@@ -31,9 +35,11 @@ HOPPER_FORWARD: Bugs = {
             "bias",
         ),
     ),
-    "wrong phase": (
-        Bug.wrong_phase("K's producer waits for the other phase", "producer", "k.empty"),
-        Bug.wrong_phase("V is awaited in the other phase", "mma", "v.full", count=2),
+    "wrong phase": Bug.wrong_phases(
+        """
+        producer k.empty | K's producer waits for the other phase
+        mma v.full*2 | V is awaited in the other phase
+        """
     ),
     "wrong count": (
         Bug("a warp fewer releases K", uncounted("k.empty", 1)),
@@ -49,9 +55,16 @@ HOPPER_FORWARD: Bugs = {
 
 HOPPER_BACKWARD: Bugs = {
     "missing wait": (
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full"),
-        Bug.no_wait("dQ is begun before all of dS is there", "mma", "ds.full", lags="mma:4", count=2),
+        *Bug.no_waits(
+            """
+        mma q.full | scores are begun before Q is there
+        mma do.full | dP is begun before dO is there
+        mma ds.full*2, mma:4 lags | dQ is begun before all of dS is there
+        filling added_1.full in turns, stores lag | a turn is passed on before the storing warp has said so
+        storing added_1.empty*2 in many | a block to signal is written over one that is not signalled
+        filling tiles.full in turns, loads lag | a tile is signalled before it is there
+        """
+        ),
         Bug("dP is read while it is computed", _WAITS[1].left_out()),
         Bug("dQ's place is written before it is read", (_READ[:1] + _READ[3:]).left_out(), lags="stores"),
         Bug(
@@ -60,26 +73,23 @@ HOPPER_BACKWARD: Bugs = {
             "turns",
             "stores",
         ),
-        Bug.no_wait(
-            "a turn is passed on before the storing warp has said so", "filling", "added_1.full", "turns", "stores"
-        ),
-        Bug.no_wait(
-            "a block to signal is written over one that is not signalled", "storing", "added_1.empty", "many", count=2
-        ),
-        Bug.no_wait("a tile is signalled before it is there", "filling", "tiles.full", "turns", "loads"),
     ),
     "missing fence": (
         Bug.no_proxy_fence("dS is stored without a proxy fence", arrivals("mma", "ds.full").ahead("fence.proxy.async")),
     ),
-    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "producer", "q.empty"),),
+    "wrong phase": Bug.wrong_phases("producer q.empty | Q's producer waits for the other phase"),
     "wrong count": (Bug("a warp fewer releases Q", uncounted("q.empty", 1), lags="warpgroups"),),
 }
 
 HOPPER_CLUSTER: Bugs = {
     "missing wait": (
-        Bug.no_wait("dQ is begun before the other CTA's dS is there", "sums", "ds.full"),
-        Bug.no_wait("dS is sent where dQ still reads it", "gradients", "ds.empty"),
-        Bug.no_wait("P is read before it is stored", "gradients", "p.full"),
+        *Bug.no_waits(
+            """
+        sums ds.full | dQ is begun before the other CTA's dS is there
+        gradients ds.empty | dS is sent where dQ still reads it
+        gradients p.full | P is read before it is stored
+        """
+        ),
         Bug(
             "a CTA ends while the other one reaches it",
             find("sums", "barrier.cluster", 4)[2:].left_out(),
@@ -90,6 +100,6 @@ HOPPER_CLUSTER: Bugs = {
         Bug.no_proxy_fence("dS is sent without a proxy fence", find("gradients", "fence.proxy.async", 2)[0]),
         Bug("lse is released while it is read", arrivals("scores", "q.empty").ahead("fence.proxy.async").left_out()),
     ),
-    "wrong phase": (Bug.wrong_phase("Q's producer waits for the other phase", "q_producer", "q.empty"),),
+    "wrong phase": Bug.wrong_phases("q_producer q.empty | Q's producer waits for the other phase"),
     "wrong count": (Bug("a warp fewer releases dO", uncounted("do.empty", 1, "q_producer"), lags="gradients:3"),),
 }

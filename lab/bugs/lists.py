@@ -13,11 +13,13 @@ _PUBLISHED = find("producer", "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 
 LISTS: Bugs = {
-    "missing wait": (Bug.no_wait("softmax reads an entry before it is there", "softmax", "entries.full"),),
-    "wrong phase": (
-        Bug.wrong_phase("softmax is a phase late with entries", "softmax", "entries.full"),
-        Bug.wrong_phase("the mma warp reads the last phase's entries", "mma", "entries.full", "many"),
-        Bug.wrong_phase("the producer waits as if stages began full", "producer", "entries.empty"),
+    "missing wait": Bug.no_waits("softmax entries.full | softmax reads an entry before it is there"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        softmax entries.full | softmax is a phase late with entries
+        mma entries.full in many | the mma warp reads the last phase's entries
+        producer entries.empty | the producer waits as if stages began full
+        """
     ),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12)),

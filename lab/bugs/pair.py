@@ -11,83 +11,39 @@ _SENT = find("second compute", "cp.async.bulk.shared::cluster", barrier="exchang
 
 
 PAIR: Bugs = {
-    "missing wait": (
-        Bug.no_wait(
-            "the second CTA's producer reads a tile before it is there",
-            "second producer",
-            "tiles.full",
-            lags="first producer",
-        ),
-        Bug.no_wait("scores are begun before K is there", "mma", "k.full", "d128"),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full"),
-        Bug.no_wait("dP is begun before V is there", "mma", "v.full", "d128"),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full", "steps"),
-        Bug.no_wait("dV is begun before dO by columns is there", "mma", "do_columns.full", "d128", count=2),
-        Bug.no_wait("dK is begun before Q by columns is there", "mma", "q_columns.full", "d128", count=2),
-        Bug.no_wait("dQ is begun before K by columns is there", "mma", "k_columns.full", lags="producer", count=2),
-        Bug.no_wait("dV is begun before P is stored", "mma", "p.full", count=2),
-        Bug.no_wait("dK is begun before dS is stored", "mma", "dp.empty", count=2),
-        Bug.no_wait("dQ is begun before the second CTA's dS has come", "mma", "exchange.full", count=2),
-        Bug.no_wait(
-            "dQ is begun before the leader's dS has come to the second CTA",
-            "mma",
-            "exchange.empty",
-            lags="loads",
-            count=2,
-        ),
-        Bug.no_wait("the second CTA passes on dS that has not come", "second mma", "exchange.full"),
-        Bug.no_wait("dQ overwrites scores that compute warps have not read", "mma", "scores.empty", "steps"),
-        Bug.no_wait(
-            "scores overwrite the last step's dQ, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "steps",
-            count=2,
-            which=0,
-        ),
-        Bug.no_wait(
-            "a tile's last dQ overwrites that before it, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "steps",
-            count=2,
-            which=1,
-        ),
-        Bug.no_wait("compute warps overwrite dS that the last step's dQ still reads", "compute", "dq.full", "steps"),
-        Bug.no_wait("compute warps read lse before it is there", "compute", "stats.full", "steps"),
-        Bug.no_wait("Q is loaded over Q that scores still read", "producer", "q.empty", "steps", count=2, which=0),
-        Bug.no_wait("dO is loaded over dO that dP still reads", "producer", "do.empty", "steps", count=2, which=0),
-        Bug.no_wait(
-            "dO by columns is loaded over that which dV still reads",
-            "producer",
-            "do_columns.empty",
-            "steps",
-            count=2,
-            which=0,
-        ),
-        Bug.no_wait(
-            "Q by columns is loaded over that which dK still reads",
-            "producer",
-            "q_columns.empty",
-            "steps",
-            count=2,
-            which=0,
-        ),
-        Bug.no_wait(
-            "a tile is published in the place of one that is still worked on",
-            "producer",
-            "tiles.empty",
-            "tiles",
-            "adding",
-            count=4,
-        ),
+    "missing wait": Bug.no_waits(
+        """
+        second producer tiles.full, first producer lags | the second CTA's producer reads a tile before it is there
+        mma k.full in d128 | scores are begun before K is there
+        mma q.full | scores are begun before Q is there
+        mma v.full in d128 | dP is begun before V is there
+        mma do.full in steps | dP is begun before dO is there
+        mma do_columns.full*2 in d128 | dV is begun before dO by columns is there
+        mma q_columns.full*2 in d128 | dK is begun before Q by columns is there
+        mma k_columns.full*2, producer lags | dQ is begun before K by columns is there
+        mma p.full*2 | dV is begun before P is stored
+        mma dp.empty*2 | dK is begun before dS is stored
+        mma exchange.full*2 | dQ is begun before the second CTA's dS has come
+        mma exchange.empty*2, loads lag | dQ is begun before the leader's dS has come to the second CTA
+        second mma exchange.full | the second CTA passes on dS that has not come
+        mma scores.empty in steps | dQ overwrites scores that compute warps have not read
+        mma dq.empty*2[0] in steps | scores overwrite the last step's dQ, which drain warps have not read
+        mma dq.empty*2[1] in steps | a tile's last dQ overwrites that before it, which drain warps have not read
+        compute dq.full in steps | compute warps overwrite dS that the last step's dQ still reads
+        compute stats.full in steps | compute warps read lse before it is there
+        producer q.empty*2[0] in steps | Q is loaded over Q that scores still read
+        producer do.empty*2[0] in steps | dO is loaded over dO that dP still reads
+        producer do_columns.empty*2[0] in steps | dO by columns is loaded over that which dV still reads
+        producer q_columns.empty*2[0] in steps | Q by columns is loaded over that which dK still reads
+        producer tiles.empty*4 in tiles, adding lags | a tile is published in the place of one that is still worked on
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase(
-            "the mma warp waits for the phase of the exchange that is over", "mma", "exchange.full", count=2
-        ),
-        Bug.wrong_phase("the second CTA passes on the last step's dS", "second mma", "exchange.full", "d128"),
-        Bug.wrong_phase("compute warps are a phase late with dQ", "compute", "dq.full"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        mma exchange.full*2 | the mma warp waits for the phase of the exchange that is over
+        second mma exchange.full in d128 | the second CTA passes on the last step's dS
+        compute dq.full | compute warps are a phase late with dQ
+        """
     ),
     "wrong place": (
         Bug("dS is sent to the next warp's place", _SENT.further(0, 4096)),

@@ -10,75 +10,41 @@ _LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
 
 
 PAIR_TWO_PASS: Bugs = {
-    "missing wait": (
-        Bug.no_wait(
-            "lse and delta are loaded over those that compute warps have not read",
-            "producer",
-            "stats.empty",
-            "steps",
-            count=2,
-        ),
-        Bug.no_wait("K is copied before it is there", "compute", "k.full"),
-        Bug.no_wait("scores are begun before K is in tensor memory", "mma", "keys.full"),
-        Bug.no_wait("scores are begun before Q is there", "mma", "q.full", count=3, which=0),
-        Bug.no_wait("dV is begun before dO by columns is there", "mma", "do_columns.full", lags="producer"),
-        Bug.no_wait("scores are begun again before Q is there", "mma", "q.full", count=3, which=2),
-        Bug.no_wait("dP is begun before dO is there", "mma", "do.full", lags="producer"),
-        Bug.no_wait("dK is begun before Q by columns is there", "mma", "q.full", lags="producer", count=3, which=1),
-        Bug.no_wait("dQ is begun before K by columns is there", "mma", "k_columns.full", lags="producer"),
-        Bug.no_wait("dQ is begun before the second CTA's dS has come", "mma", "exchange.full", "two"),
-        Bug.no_wait(
-            "dQ is begun before the leader's dS has come to the second CTA", "mma", "exchange.empty", "tiles", "loads"
-        ),
-        Bug.no_wait("the second CTA passes on dS that has not come", "second mma", "exchange.full"),
-        Bug.no_wait(
-            "Q is loaded over Q that the first pass still reads", "producer", "q.empty", "steps", count=5, which=0
-        ),
-        Bug.no_wait(
-            "Q by columns is loaded over Q that products still read", "producer", "q.empty", "two", count=5, which=2
-        ),
-        Bug.no_wait(
-            "K by columns is loaded over dV that TMA still reads", "producer", "k_columns.empty", lags="stores"
-        ),
-        Bug.no_wait("V is loaded over dK that TMA still reads", "producer", "v.empty", "tiles", "stores"),
-        Bug.no_wait(
-            "K is loaded over K by columns that dQ still reads", "producer", "k.empty", "tiles", count=2, which=0
-        ),
-        Bug.no_wait(
-            "dO by rows is loaded over dO by columns that dV still reads",
-            "producer",
-            "do_columns.empty",
-            count=4,
-            which=1,
-        ),
-        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty", count=3, which=0),
-        Bug.no_wait("dK is begun before dS is stored", "mma", "scores.empty", count=3, which=1),
-        Bug.no_wait(
-            "dQ overwrites scores that compute warps have not read", "mma", "scores.empty", "steps", count=3, which=2
-        ),
-        Bug.no_wait(
-            "scores overwrite the last step's dQ, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "steps",
-            count=2,
-            which=1,
-        ),
-        Bug.no_wait(
-            "scores overwrite the last tile's dQ, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "tiles",
-            count=2,
-            which=0,
-        ),
-        Bug.no_wait("compute warps overwrite dS that the last step's dQ still reads", "compute", "dq.full", "steps"),
-        Bug.no_wait("the second pass reads scores that are not complete", "compute", "scores.full", count=3, which=1),
+    "missing wait": Bug.no_waits(
+        """
+        producer stats.empty*2 in steps | lse and delta are loaded over those that compute warps have not read
+        compute k.full | K is copied before it is there
+        mma keys.full | scores are begun before K is in tensor memory
+        mma q.full*3[0] | scores are begun before Q is there
+        mma do_columns.full, producer lags | dV is begun before dO by columns is there
+        mma q.full*3[2] | scores are begun again before Q is there
+        mma do.full, producer lags | dP is begun before dO is there
+        mma q.full*3[1], producer lags | dK is begun before Q by columns is there
+        mma k_columns.full, producer lags | dQ is begun before K by columns is there
+        mma exchange.full in two | dQ is begun before the second CTA's dS has come
+        mma exchange.empty in tiles, loads lag | dQ is begun before the leader's dS has come to the second CTA
+        second mma exchange.full | the second CTA passes on dS that has not come
+        producer q.empty*5[0] in steps | Q is loaded over Q that the first pass still reads
+        producer q.empty*5[2] in two | Q by columns is loaded over Q that products still read
+        producer k_columns.empty, stores lag | K by columns is loaded over dV that TMA still reads
+        producer v.empty in tiles, stores lag | V is loaded over dK that TMA still reads
+        producer k.empty*2[0] in tiles | K is loaded over K by columns that dQ still reads
+        producer do_columns.empty*4[1] | dO by rows is loaded over dO by columns that dV still reads
+        mma scores.empty*3[0] | dV is begun before P is stored
+        mma scores.empty*3[1] | dK is begun before dS is stored
+        mma scores.empty*3[2] in steps | dQ overwrites scores that compute warps have not read
+        mma dq.empty*2[1] in steps | scores overwrite the last step's dQ, which drain warps have not read
+        mma dq.empty*2[0] in tiles | scores overwrite the last tile's dQ, which drain warps have not read
+        compute dq.full in steps | compute warps overwrite dS that the last step's dQ still reads
+        compute scores.full*3[1] | the second pass reads scores that are not complete
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase("the second pass is a phase late with scores", "compute", "scores.full", count=3, which=1),
-        Bug.wrong_phase("the producer waits for the last tile's dV", "producer", "k_columns.empty"),
-        Bug.wrong_phase("compute warps are a phase late with dQ", "compute", "dq.full"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        compute scores.full*3[1] | the second pass is a phase late with scores
+        producer k_columns.empty | the producer waits for the last tile's dV
+        compute dq.full | compute warps are a phase late with dQ
+        """
     ),
     "wrong place": (
         Bug("K is taken from another place than it was copied to", _FIRST_OF_S.flipped("a", 384 ^ 448)),

@@ -45,18 +45,19 @@ class Bug(NamedTuple):
         return frozenset(found)
 
     @staticmethod
-    def no_wait(
-        text: str, by: str, barrier: str, call: str = "", lags: str = "", *, count: int = 1, which: int | slice = _EACH
-    ) -> "Bug":
-        """A warp does not wait for an mbarrier, in some or each of ``count`` places."""
-        return Bug(text, waits(by, barrier, count)[which].left_out(), call, lags)
+    def no_waits(table: str) -> tuple["Bug", ...]:
+        """Roles that do not wait for an mbarrier: a line each.
+
+        A line such as "softmax added.full*4[1] in d256, products lag | what is wrong" is about the second of softmax's
+        four waits. What follows the barrier's name may be absent: one wait, all of several, the kernel's first call,
+        those that arrive there. What is wrong may be in a line of its own, which is indented.
+        """
+        return tuple(Bug(text, found.left_out(), call, lags) for found, call, lags, text in _waits(table))
 
     @staticmethod
-    def wrong_phase(
-        text: str, by: str, barrier: str, call: str = "", *, count: int = 1, which: int | slice = _EACH
-    ) -> "Bug":
-        """A warp waits for an mbarrier's other phase, in some or each of ``count`` places."""
-        return Bug(text, waits(by, barrier, count)[which].flipped("parity"), call)
+    def wrong_phases(table: str) -> tuple["Bug", ...]:
+        """Roles that wait for an mbarrier's other phase, in lines such as those of ``no_waits``."""
+        return tuple(Bug(text, found.flipped("parity"), call, lags) for found, call, lags, text in _waits(table))
 
     @staticmethod
     def no_arrival(text: str, by: str, barrier: str, call: str = "", *, count: int = 1) -> "Bug":
@@ -147,6 +148,21 @@ class Bug(NamedTuple):
         """A warp asks for another number of registers per thread."""
         change = find(by, "setmaxnreg").rewritten(str(number), str(other))
         return Bug(text, change, call, lint="registers")
+
+
+_WAIT = re.compile(
+    r"\s*([\w: ]+?) (\w+\.[\w+]+)(?:\*(\d))?(?:\[(\d)(?::(\d))?\])?(?: in ([\w-]+))?(?:, ([\w: ]+) lags?)? \| (.+)"
+)
+
+
+def _waits(table: str) -> Iterator[tuple[Found, str, str, str]]:
+    for line in re.sub(r"\|\n\s+", "| ", table).strip().splitlines():
+        found = _WAIT.fullmatch(line)
+        if found is None:
+            raise ValueError(f"expected a wait, got {line.strip()!r}")
+        by, barrier, count, first, end, call, lags, text = (x or "" for x in found.groups())
+        places = slice(int(first), int(end or int(first) + 1)) if first else _EACH
+        yield waits(by, barrier, int(count or 1))[places], call, lags, text
 
 
 Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are

@@ -10,24 +10,24 @@ _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
 
 
 TWO_PASS: Bugs = {
-    "missing wait": (
-        Bug.no_wait("dP is begun before V is there", "mma", "v.full"),
-        Bug.no_wait("V is loaded over dV that TMA still reads", "producer", "v.empty", lags="stores"),
-        Bug.no_wait("dV is begun before P is stored", "mma", "scores.empty", count=2, which=0),
-        Bug.no_wait("dK is begun before dS is stored", "mma", "scores.empty", count=2, which=1),
-        Bug.no_wait(
-            "dQ overwrites the last step's, which drain warps have not read", "mma", "dq.empty", "steps", count=2
-        ),
-        Bug.no_wait(
-            "Q is loaded over Q that products still read", "producer", "q.empty", "d256", "products", count=2, which=1
-        ),
-        Bug.no_wait("dO is loaded over dO that dP still reads", "producer", "do.empty", "d256", count=2, which=1),
-        Bug.no_wait("the second pass reads scores that are not complete", "compute", "scores.full", count=3, which=1),
-        Bug.no_wait("drain warps read the second part of dQ before it is complete", "drain", "dq.full+1"),
+    "missing wait": Bug.no_waits(
+        """
+        mma v.full | dP is begun before V is there
+        producer v.empty, stores lag | V is loaded over dV that TMA still reads
+        mma scores.empty*2[0] | dV is begun before P is stored
+        mma scores.empty*2[1] | dK is begun before dS is stored
+        mma dq.empty*2 in steps | dQ overwrites the last step's, which drain warps have not read
+        producer q.empty*2[1] in d256, products lag | Q is loaded over Q that products still read
+        producer do.empty*2[1] in d256 | dO is loaded over dO that dP still reads
+        compute scores.full*3[1] | the second pass reads scores that are not complete
+        drain dq.full+1 | drain warps read the second part of dQ before it is complete
+        """
     ),
-    "wrong phase": (
-        Bug.wrong_phase("the second pass is a phase late with scores", "compute", "scores.full", count=3, which=1),
-        Bug.wrong_phase("the producer waits for the last tile's dV", "producer", "v.empty"),
+    "wrong phase": Bug.wrong_phases(
+        """
+        compute scores.full*3[1] | the second pass is a phase late with scores
+        producer v.empty | the producer waits for the last tile's dV
+        """
     ),
     "wrong column": (
         Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped("target", 320)),

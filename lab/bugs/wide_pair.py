@@ -13,24 +13,12 @@ _LANES = find("drain", "setp.gt.u32", 4, having=", 95;")
 
 
 WIDE_PAIR: Bugs = {
-    "missing wait": (
-        Bug.no_wait(
-            "dQ overwrites the last step's, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "steps",
-            count=2,
-            which=0,
-        ),
-        Bug.no_wait(
-            "a tile's last dQ overwrites that before it, which drain warps have not read",
-            "mma",
-            "dq.empty",
-            "two",
-            count=2,
-            which=1,
-        ),
-        Bug.no_wait("the next scores overwrite those that compute warps have not read", "mma", "p.full", "two"),
+    "missing wait": Bug.no_waits(
+        """
+        mma dq.empty*2[0] in steps | dQ overwrites the last step's, which drain warps have not read
+        mma dq.empty*2[1] in two | a tile's last dQ overwrites that before it, which drain warps have not read
+        mma p.full in two | the next scores overwrite those that compute warps have not read
+        """
     ),
     "wrong place": (
         Bug("a CTA puts out all columns of dQ that it computes", _LANES.rewritten(", 95;", ", 127;")),

@@ -404,6 +404,8 @@ def test_what_does_not_fit_is_an_error() -> None:
     code = KERNELS["forward"].code(chosen(128, "right"))  # which other tests compile
     with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of mma: expected 2, got those of lines \[\d+\]"):
         code.changed(find("mma", "tcgen05.dealloc", 2).left_out())
+    with pytest.raises(ValueError, match=r"expected a wait, got 'mma k\.full'"):
+        Bug.no_waits("mma k.full")
     with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):
         code.changed(waits("softmax", "k.full").left_out())
     with pytest.raises(ValueError, match="128 fits 0 times, not once"):
