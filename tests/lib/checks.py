@@ -455,6 +455,21 @@ def with_gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor | None = 
     return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
 
 
+def assert_alike(
+    functions: Iterable[Callable[..., Tensor]],
+    arguments: Sequence[Any],
+    leaves: Sequence[Tensor],
+    *,
+    exact: bool = True,
+) -> None:
+    """Two functions give equal results of arguments, and equal gradients of leaves, or close ones."""
+    one, other = (function(*arguments) for function in functions)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    dout, given = torch.randn_like(one), {"rtol": 0.0, "atol": 0.0} if exact else {}
+    grads = (torch.autograd.grad(out, leaves, dout) for out in (one, other))
+    torch.testing.assert_close(*grads, **given)  # type: ignore[arg-type]
+
+
 def captured(function: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
     """A CUDA graph of a function that has run before, and where its replays leave their results."""
     graph = torch.cuda.CUDAGraph()

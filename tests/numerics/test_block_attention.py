@@ -13,7 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise, products
-from tests.lib.checks import Case, assert_matches_oracle, bitwise_equal, compiled, each_of, random_call, run, same_bits
+from tests.lib.checks import (
+    Case,
+    assert_alike,
+    assert_matches_oracle,
+    bitwise_equal,
+    compiled,
+    each_of,
+    random_call,
+    run,
+    same_bits,
+)
 from tests.lib.masks import KINDS, listed, masked, positions, spread, with_block_mask
 from tests.lib.oracle import Call
 
@@ -125,8 +135,7 @@ def test_packed_documents_are_sequences() -> None:
     same = flash_attn_func(q[None], k[None], v[None], block_mask=mask)[0]
     torch.testing.assert_close(same, out)
     dout = torch.randn_like(out)
-    for a, b in zip(torch.autograd.grad(same, (q, k, v), dout), torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), dout) for x in (same, out)))
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -233,11 +242,8 @@ def test_compile_without_recompiling_for_new_masks() -> None:
     step, counter = compiled(attend)
     for at in (3, 64, 128, 200, 256, 300, 301, 302):
         mask = documents(400, at).build("cpu")
-        q, k, v = (torch.randn(1, 400, 2, 16, requires_grad=True) for _ in range(3))
-        out, expected = step(q, k, v, mask), attend(q, k, v, mask)
-        dout = torch.randn_like(out)
-        got = torch.autograd.grad(out, (q, k, v), dout)
-        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), dout), rtol=0, atol=0)
+        qkv = [torch.randn(1, 400, 2, 16, requires_grad=True) for _ in range(3)]
+        assert_alike((step, attend), (*qkv, mask), qkv)
     assert counter.frame_count == 2  # with the first bound on their rows, and with any
 
 
@@ -274,11 +280,8 @@ def top_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_compile_with_indices_made_inside() -> None:
     step, counter = compiled(top_blocks)
     for _ in range(3):
-        q, k, v = (torch.randn(1, 512, 2, 16, requires_grad=True) for _ in range(3))
-        out, expected = step(q, k, v), top_blocks(q, k, v)
-        dout = torch.randn_like(out)
-        got = torch.autograd.grad(out, (q, k, v), dout)
-        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), dout), rtol=0, atol=0)
+        qkv = [torch.randn(1, 512, 2, 16, requires_grad=True) for _ in range(3)]
+        assert_alike((step, top_blocks), qkv, qkv)
     assert counter.frame_count == 1
 
 

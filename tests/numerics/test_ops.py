@@ -13,7 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.problem.block_tables import NUM_FLAT
-from tests.lib.checks import GRADS, Case, bitwise_equal, compiled, offsets, packed_or_dense, random_call, run
+from tests.lib.checks import (
+    GRADS,
+    Case,
+    assert_alike,
+    bitwise_equal,
+    compiled,
+    offsets,
+    packed_or_dense,
+    random_call,
+    run,
+)
 from tests.lib.oracle import Call
 
 OPTIONS: dict[str, Case] = {
@@ -54,9 +64,8 @@ def test_opcheck(name: str, packed: bool, device: str) -> None:
 
     Scale and softcap are numbers, or tensors: dense with everything, packed with less.
     """
-    options = OPTIONS[name]
     number = torch.tensor(0.5, dtype=torch.float64) if packed != (name == "everything") else None
-    call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, **options)
+    call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, **OPTIONS[name])
     check_operators(call, op_arguments(call, number, number))
 
 
@@ -115,9 +124,7 @@ def test_compile_with_changing_lengths(bound: str, device: str) -> None:
         cu_seqlens = offsets([total // 2 - i, total - total // 2 + i], device=device)
         longest = total - total // 2 + i
         max_seqlen = longest if bound == "int" else torch.tensor(longest, device=device)
-        got = torch.autograd.grad(step(q, k, v, cu_seqlens, max_seqlen).square().sum(), (q, k, v))
-        expected = torch.autograd.grad(packed_step(q, k, v, cu_seqlens, max_seqlen).square().sum(), (q, k, v))
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert_alike((step, packed_step), (q, k, v, cu_seqlens, max_seqlen), (q, k, v))
     assert counter.frame_count <= 2
 
 
@@ -134,10 +141,7 @@ def test_compile_with_fixed_sizes(device: str) -> None:
 def test_compile_with_inductor() -> None:
     step, _ = compiled(packed_step, "inductor")
     q, k, v = qkv(40, 4, 16, device="cpu")
-    cu_seqlens = offsets([15, 25])
-    got = torch.autograd.grad(step(q, k, v, cu_seqlens, 25).square().sum(), (q, k, v))
-    expected = torch.autograd.grad(packed_step(q, k, v, cu_seqlens, 25).square().sum(), (q, k, v))
-    torch.testing.assert_close(got, expected)
+    assert_alike((step, packed_step), (q, k, v, offsets([15, 25]), 25), (q, k, v), exact=False)
 
 
 def test_compile_dense_with_everything(device: str) -> None:
@@ -295,10 +299,7 @@ def test_compile_with_a_bound_from_data(scores: bool, backend: str) -> None:
         q, k, v = qkv(total, 2, 16, device="cpu")
         cu_seqlens = offsets([total // 2, total - total // 2])
         bias = torch.randn(2, 1, total - total // 2) if scores else None
-        outs = [attend(q, k, v, cu_seqlens, bias) for attend in (step, function)]
-        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
-        torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
-        torch.testing.assert_close(grads[0], grads[1])
+        assert_alike((step, function), (q, k, v, cu_seqlens, bias), (q, k, v), exact=False)
     assert counter.frame_count <= 2
 
 
@@ -340,9 +341,7 @@ def test_compile_with_sizes_from_data(function: Callable[..., Tensor]) -> None:
     for total in (20, 31):
         x = torch.randn(total, 2, 16, requires_grad=True)
         ids = torch.arange(total) // 6
-        outs = [attend(x, ids) for attend in (step, function)]
-        torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
-        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in outs))
+        assert_alike((step, function), (x, ids), [x], exact=False)
     assert counter.frame_count <= 2
 
 
@@ -370,10 +369,7 @@ def test_compile_with_changing_scales(capped: float, backend: str, device: str) 
     softcaps = [(0.4, softcap) for softcap in (2.5, 5.0, 0.5)] if capped else []
     for calls, compiles in ((scales, 2), (softcaps, 3)):
         for scale, softcap in calls:
-            outs = [attend(x, scale, softcap) for attend in (step, function)]
-            grads = [torch.autograd.grad(out.square().sum(), x) for out in outs]
-            torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
-            torch.testing.assert_close(grads[0], grads[1])
+            assert_alike((step, function), (x, scale, softcap), [x], exact=False)
         assert counter.frame_count <= compiles
 
 
