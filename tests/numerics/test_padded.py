@@ -11,14 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_cute.runtime.settings
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
-from tests.lib.checks import Case, assert_close, bitwise_equal, each_of, gradients, offsets, same_bits, with_gradients
+from tests.lib.checks import (
+    Case,
+    NeverWaiting,
+    Waits,
+    assert_close,
+    bitwise_equal,
+    each_of,
+    gradients,
+    offsets,
+    same_bits,
+    with_gradients,
+)
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -198,25 +208,6 @@ def test_derivatives() -> None:
     expected = torch.stack([square(one) for one in many])
     assert torch.equal(torch.vmap(square)(many), expected)
     assert torch.equal(torch.func.grad(lambda x: square(x).sum())(many[0]), 2 * rows.unpack(rows.pack(many[0])))
-
-
-class Waits(AssertionError):
-    """Something has read a tensor's values."""
-
-
-class NeverWaiting(TorchDispatchMode):
-    """Refuses what would make the host wait for a device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (
-            torch.ops.aten._local_scalar_dense,
-            torch.ops.aten.nonzero,
-            torch.ops.aten.is_nonzero,
-            torch.ops.aten.equal,
-            torch.ops.aten.masked_select,
-        ):
-            raise Waits(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_nothing_is_read_where_a_bound_is_given() -> None:
