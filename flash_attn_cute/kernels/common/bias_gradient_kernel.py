@@ -5,14 +5,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
-from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, PieceMap, PieceTables, partial_sums_of, stats_of
+from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, PieceMap, PieceTables
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS, Schedule
 
 
@@ -35,8 +36,13 @@ class BiasGradientKernel(MainKernel):
         self.Storage = self.memory.struct()
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables, ctas = self.tables(a, stream), self.map.num_owners(a)
-        partial_sums = partial_sums_of(c, a, ctas, self.threads)
-        self.kernel(self.mmas(), tma, a, tables, stats_of(c, a), partial_sums, scales).launch(
+        # Lse and delta (lse or delta, head, block, query), which the backward pass left at the start of its workspace.
+        stats, partial_sums = (2, a.mQ.shape[-2], a.numbers.num_m_blocks, c.stats_m), None
+        mStats = carved(a.mWorkspace, {"mStats": stats}, Float32)["mStats"]
+        if const_expr(c.split):  # sums (CTA, four, thread, number) of CTAs that share a tile
+            shape = ctas * a.numbers.splits, c.tile_m * c.tile_n // (4 * self.threads), self.threads, 4
+            partial_sums = carved(a.mSums, {"": shape}, Float32)[""]
+        self.kernel(self.mmas(), tma, a, tables, mStats, partial_sums, scales).launch(
             grid=[ctas * a.numbers.splits, 1, 1],
             block=[self.schedule.threads, 1, 1],
             stream=stream,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
@@ -370,17 +370,3 @@ class PieceTables:
             mBits = self.block_tiles.bits(blocks, stream)
             tables = Tables(mBits, mLists=as_rows(blocks.mSpans, 2), mEntries=as_rows(blocks.mEntries, 2))
         return tables
-
-
-def stats_of(config: Any, a: BiasGradientArguments) -> cute.Tensor:
-    """Lse and delta (lse or delta, head, block, query), which the backward pass left at the start of its workspace."""
-    shape = 2, a.mQ.shape[-2], a.numbers.num_m_blocks, config.stats_m
-    return carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
-
-
-def partial_sums_of(config: Any, a: BiasGradientArguments, ctas: Int32, threads: int) -> cute.Tensor | None:
-    """Partial sums (CTA, four, thread, number) of CTAs that share a tile; None if a tile has one CTA."""
-    if not config.split:
-        return None
-    shape = ctas * a.numbers.splits, config.tile_m * config.tile_n // (4 * threads), threads, 4
-    return carved(a.mSums, {"": shape}, Float32)[""]

@@ -1,8 +1,7 @@
 """Attention forward on Blackwell, by single CTAs, or by pairs of them (``forward_pair``).
 
-``forward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies. These
-modules take their numbers from it. ``python -m flash_attn_cute.kernels describe sm100 forward --d 128`` prints it for a
-configuration.
+``python -m flash_attn_cute.kernels describe sm100 forward --d 128`` prints ``forward_schedule``: roles, pipelines,
+shared and tensor memory, steps, and what orders proxies. These modules take their numbers from it.
 
 A CTA takes tiles of queries of one head, one after the other. A tile has one or two parts of 128 queries, which is what
 a product has lanes for. A *unit* is a block of keys for one part, and units are counted over all tiles of the CTA: unit
@@ -37,8 +36,7 @@ leaves out P. Commits and arrivals go on, so that units are counted as without a
 block that is not empty for it. A thread's bits are the four words of its row, 16 bytes, which it loads while it waits
 for scores. It applies intervals of keys beside a block mask (packed sequences, windows) to these words.
 
-A bias is read by the softmax threads, each its own row (``scores.BiasRow``), before they wait for the scores of a
-block, and added to these where they are.
+A softmax thread reads its own row of a bias (``scores.BiasRow``) before it waits for the scores of a block.
 
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
 zeros, so NaN behind it cannot reach P V, and are not written.
@@ -69,7 +67,7 @@ from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_W
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
-from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer
+from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
@@ -134,7 +132,7 @@ class ForwardSm100(ForwardKernel):
             set_registers(c.registers.none, frame.THREADS)
         elif warp_idx < epilogue.warps.stop:
             set_registers(epilogue.registers, frame.THREADS)
-            self.epilogue(a, tma.O, shared, mO, mLSE, thread)
+            self.epilogue(Out(a, tma.O, shared, mO, mLSE, thread))
         else:
             set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
@@ -148,12 +146,7 @@ class ForwardSm100(ForwardKernel):
 
     @cute.jit
     def mma(self, mmas: ForwardMmas, shared: Shared) -> None:
-        """One warp, which issues all products."""
-        self.multiply(mmas, shared)
-
-    @cute.jit
-    def multiply(self, mmas: ForwardMmas, shared: Shared) -> None:
-        """Issues all products: S of a block ahead of P V of the block before it."""
+        """One warp, which issues all products: S of a block ahead of P V of the block before it."""
         c, tiles = self.config, shared.rings.tiles
         products = _Products.of(c, mmas, shared)
         progress = _Progress(c.blocks_ahead, c.q_parts)

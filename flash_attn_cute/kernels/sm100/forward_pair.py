@@ -5,12 +5,12 @@ rows in its own tensor memory, and of K and V only its half in shared memory: wh
 from the other CTA. So a block is read once for twice as many queries, and takes half the room: blocks of 128 keys have
 two stages of K and of V where those of one CTA would not. (Pairs forward are FlashAttention-4's.)
 
-``forward`` describes the roles and the order of products, which are those of single CTAs, and ``forward_schedule`` has
-the table. ``python -m flash_attn_cute.kernels describe sm100 forward --d 256 --rows 8192`` prints it.
+Roles and the order of products are those of single CTAs (``forward``).
+``python -m flash_attn_cute.kernels describe sm100 forward --d 256 --rows 8192`` prints ``forward_schedule``.
 
 A CTA has one or two parts of 128 queries of a tile, the second CTA those behind the leader's. The mainloop goes over
-all blocks that some query of the pair attends to. The leader's mma warp issues the products of both CTAs, and its
-producer chooses tiles and publishes them to both. Each producer loads for its own CTA.
+all blocks that some query of the pair attends to. The leader issues the products of both CTAs, and publishes tiles to
+both; each producer loads for its own CTA.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s):
                   sum, in tensor memory      left                             right, in shared memory
@@ -165,4 +165,4 @@ class ForwardPairSm100(ForwardSm100):
     def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
-            self.multiply(mmas, shared)
+            super().mma(mmas, shared)

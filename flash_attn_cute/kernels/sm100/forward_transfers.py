@@ -103,17 +103,9 @@ class Epilogue:
         self.dtype = dtype
 
     @cute.jit
-    def __call__(
-        self,
-        a: ForwardArguments,
-        tO: RowTiles | None,
-        shared: Shared,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        thread: Int32,
-    ) -> None:
+    def __call__(self, out: "Out") -> None:
         """All tiles of the CTA. A thread has a row of each part."""
-        c, rings, out = self.config, shared.rings, _Out(a, tO, shared, mO, mLSE, thread)
+        c, shared, rings = self.config, out.shared, out.shared.rings
         step, o_step = Int32(0), Int32(0)
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
@@ -125,11 +117,11 @@ class Epilogue:
             rings.tiles.release_fields(step)  # to the producer
             step += 1
             rings.tiles.wait_full(step)
-        if thread < 32:
+        if out.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
     @cute.jit
-    def _part(self, out: "_Out", step: Int32, part: Int32, has_keys: cutlass.Boolean, o_step: Int32) -> None:
+    def _part(self, out: "Out", step: Int32, part: Int32, has_keys: cutlass.Boolean, o_step: Int32) -> None:
         """A part of a tile: O, if it has keys, lse, and zeros into the padding."""
         c, a, shared, mO, mLSE, thread = self.config, out.arguments, out.shared, out.mO, out.mLSE, out.thread
         rings, tile = shared.rings, shared.tile(c, step)
@@ -162,7 +154,7 @@ class Epilogue:
                 mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store(self, out: "_Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
+    def _store(self, out: "Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O, each row times a factor, through shared memory and TMA."""
         c, shared, rings, thread, tO = self.config, out.shared, out.shared.rings, out.thread, out.tO
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
@@ -213,7 +205,7 @@ class Epilogue:
 
     @cute.jit
     def _store_residuals(
-        self, out: "_Out", tile: QueryTile, part: Int32, group: cutlass.Constexpr, words: cute.Tensor
+        self, out: "Out", tile: QueryTile, part: Int32, group: cutlass.Constexpr, words: cute.Tensor
     ) -> None:
         """Residuals of a group of columns of this thread's row, if there are such a row and such columns."""
         mResidual = rows_first(out.arguments.mResidual, self.config.features.packed)
@@ -223,7 +215,7 @@ class Epilogue:
             cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gR, (GROUP,), (group,)), Int32))
 
     @cute.jit
-    def _store_rows(self, out: "_Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
+    def _store_rows(self, out: "Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O in float32, each row times a factor, by the threads that have the rows."""
         c, shared, rings, thread, mO = self.config, out.shared, out.shared.rings, out.thread, out.mO
         tile = shared.tile(c, step)
@@ -255,7 +247,7 @@ class Epilogue:
 
 
 @dataclass(frozen=True)
-class _Out:
+class Out:
     """Where results of an epilogue's thread come from, and where they go."""
 
     arguments: ForwardArguments

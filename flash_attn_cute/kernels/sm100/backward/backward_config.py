@@ -298,16 +298,7 @@ def backward_config(
     # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
     # all would be known too early, and spill.
     is_uniform = features.uniform_bias and not features.softcap
-    features = replace(
-        features.of_pass("backward"),
-        uniform_bias=is_uniform,
-        strided_bias=False,
-        paired_bias=False,
-        tiled_bias=False,
-        dbias_of_scores=False,
-        dbias_of_keys=False,
-        half_columns=False,
-        stored_ds=False,
-        deterministic=True,
-    )
+    unread = "strided_bias paired_bias tiled_bias dbias_of_scores dbias_of_keys half_columns stored_ds"
+    others = dict.fromkeys(unread.split(), False)
+    features = replace(features.of_pass("backward"), uniform_bias=is_uniform, deterministic=True, **others)
     return BackwardConfig(target=target, dtype=dtype, features=features, **tile)

@@ -5,8 +5,8 @@ computes the gradients of their scores once more, from the lse and delta that th
 registers, and writes the tile once. So the sums are in float32, rounded once, and the same to the bit from run to run.
 CTAs that share a tile leave float32 sums; a small kernel adds them up in their order.
 
-``bias_gradient_schedule`` is the table of roles, pipelines, shared and tensor memory, and steps, from which this module
-takes its numbers. ``python -m flash_attn_cute.kernels describe sm100 bias_gradient --d 128 --features bias`` prints it.
+``python -m flash_attn_cute.kernels describe sm100 bias_gradient --d 128 --features bias`` prints
+``bias_gradient_schedule``, from which this module takes its numbers.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible
 scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. All pieces that are not
@@ -14,7 +14,7 @@ skipped are *steps*.
 
 The tile's bias is in tensor memory, in float32. It is the same for all pieces and read from global memory once.
 
-The mma warp issues S(t + 1) behind dP(t): P of a step is computed beside its dP and the next S.
+P of a step is computed beside its dP and the next S.
 
 At the end of a tile the sums go through shared memory, in the place of operands, for which the last products are waited
 for. There they are summed over queries or keys that share a bias, and warps write rows of the tile from there.
@@ -94,7 +94,9 @@ class BiasGradientSm100(BiasGradientKernel):
         frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx)
         if warp_idx < compute.warps.stop:
             set_registers(compute.registers, frame.THREADS)
-            self.compute(a, tables, mStats, partial_sums, shared, scales, warp_idx // 4)
+            warpgroup, thread = warp_idx // 4, cute.arch.thread_idx()[0]
+            address = tensor_memory.row_address(shared.tensor_memory, thread % 128) + self.config.keys * warpgroup
+            self.compute(_Work(a, tables, mStats, shared, scales, warpgroup, thread % 128, address), partial_sums)
         elif warp_idx < MMA_WARP:
             set_registers(mma_role.registers, frame.THREADS)
         else:
@@ -152,20 +154,9 @@ class BiasGradientSm100(BiasGradientKernel):
             pieces.release(i)
 
     @cute.jit
-    def compute(
-        self,
-        a: BiasGradientArguments,
-        tables: Tables | None,
-        mStats: cute.Tensor,
-        partial_sums: cute.Tensor | None,
-        shared: _Shared,
-        scales: ScoreScales,
-        warpgroup: Int32,
-    ) -> None:
+    def compute(self, work: "_Work", partial_sums: cute.Tensor | None) -> None:
         """A compute warpgroup: half of the keys of every piece."""
-        c, thread = self.config, cute.arch.thread_idx()[0]
-        address = tensor_memory.row_address(shared.tensor_memory, thread % 128) + c.keys * warpgroup
-        work = _Work(a, tables, mStats, shared, scales, warpgroup, thread % 128, address)
+        c, a, shared = self.config, work.arguments, work.shared
         step, owner = Int32(0), self.map.owner(a)
         self._read_bias(work, owner)
         sums = cute.make_rmem_tensor(c.keys, Float32)
@@ -176,6 +167,7 @@ class BiasGradientSm100(BiasGradientKernel):
                 self._add(work, sums, piece, step)
                 step += 1
             shared.pieces.release(i)
+        thread = cute.arch.thread_idx()[0]
         if const_expr(c.split):
             self.leave_sums(sums, partial_sums, thread)
         else:

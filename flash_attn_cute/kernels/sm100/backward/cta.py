@@ -1,8 +1,7 @@
 """Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
-``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies. This
-module takes its numbers from it. ``python -m flash_attn_cute.kernels describe sm100 backward --d 128`` prints it for a
-configuration.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 128`` prints ``backward_schedule``: roles, pipelines,
+shared and tensor memory, steps, and what orders proxies. This module takes its numbers from it.
 
 A CTA takes one tile after the other (``common.key_tiles``), and goes over the blocks of 128 queries that attend to it,
 at d = 192 of 64. A block is a *step*, and steps are counted over all tiles of the CTA. When no tile is left, drain
@@ -20,15 +19,13 @@ At d = 192 shared memory has no room for 128 queries, and dQ of 64, who are not 
 transposed: dQ' = K' dS, in two parts of 128 columns of dQ, of which the second begins with half of the first's.
 One copy of K, V, Q and dO serves all products: rows of 64 columns in shared memory are read along either dimension.
 
-P (16 bits, so half as many columns) takes the place of S in tensor memory, and dS that of dP: those of each warpgroup
-the first half of its own columns, half of all, so that no warpgroup waits for the other.
+P and dS, of 16 bits, take the first half of a warpgroup's own columns of S and dP, so that none waits for the other.
 
 Pieces of dQ have two places, and each adding warp has barriers of its own, because a warp that waits must not miss two
 phases of a barrier. Where dQ is transposed, a piece is 32 queries of 64 columns.
 
-The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other, so that P of a step is
-computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done in the order in which
-they were issued, and a commit arrives when all before it are done. Hence:
+P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done in the
+order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
   - dP(t + 1), for which compute warps wait, shows them that dQ(t) is done: there is room for dS in shared memory.
   - Where dQ lies in the place of dP, the mma warp waits for the drain before dP(t + 1), and else before dQ(t + 1).
@@ -240,22 +237,10 @@ class BackwardCtaSm100(BackwardKernel):
             semaphore = semaphores.at(work.workspace.mSemaphoresK, part, tile.head_k, tile.block)
             if not is_last or tiles_before > 0:
                 is_first = tile.wait_turn(c, semaphore, barrier)
-        self._pieces(work, tile_idx, is_first, results)
-        if const_expr(c.features.grouped):
-            if not is_last:
-                semaphores.signal_as_warpgroup(semaphore, barrier)
-
-    @cute.jit
-    def _pieces(self, work: Work, tile_idx: Int32, is_first: Boolean, results: cutlass.Constexpr) -> None:
-        """Stores pieces of 64 columns of dV or dK, a warpgroup every other one.
-
-        Of an odd number of pieces the first one of dV is the first warpgroup's, and that of dK the second one's.
-        """
-        c = self.config
-        for which in results:
+        for which in results:  # in pieces of 64 columns, a warpgroup every other one
             num = (c.pieces_dV, c.pieces_dK)[which]
             odd = num % COMPUTE_WARPGROUPS
-            if const_expr(odd):
+            if const_expr(odd):  # the first one of dV is the first warpgroup's, and that of dK the second one's
                 if work.warpgroup == which:
                     self._piece(work, tile_idx, which, Int32(0), num == 1, is_first)
             for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
@@ -264,7 +249,10 @@ class BackwardCtaSm100(BackwardKernel):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for which in results:
                 if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
-                    self._ways_out(work.shared)[which][1].release(tile_idx)  # to the producer
+                    self._ways_out(shared)[which][1].release(tile_idx)  # to the producer
+        if const_expr(c.features.grouped):
+            if not is_last:
+                semaphores.signal_as_warpgroup(semaphore, barrier)
 
     def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
         """Where dV and dK leave through, and the rings of what is loaded there."""

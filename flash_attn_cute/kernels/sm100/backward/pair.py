@@ -6,12 +6,10 @@ of the right operand only its own half from shared memory: the other half comes 
 what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs with 128 keys each. (All of this
 is FlashAttention-4's, at d = 128.)
 
-``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
-``python -m flash_attn_cute.kernels describe sm100 backward --d 128 --rows 8192`` prints it. Roles are those of ``cta``.
-A CTA of the pair has 128 keys of a tile. The leader's (rank 0) mma warp issues the products of both CTAs, and the
-second CTA's signals it that dS has come there. The leader's producer chooses tiles and publishes them to both, and each
-loads for its own CTA. Each CTA drains half of a step's dQ, over the keys of both, and adds it with semaphores of its
-own.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 128 --rows 8192`` prints ``backward_schedule``. Roles
+are those of ``cta``. A CTA of the pair has 128 keys of a tile. The leader (rank 0) issues the products of both CTAs,
+and publishes tiles to both; each loads for its own CTA. Each CTA drains half of a step's dQ, over the keys of both, and
+adds it with semaphores of its own.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s); m is a block's queries:
                           sum, in tensor memory         left                               right, in shared memory
@@ -29,14 +27,12 @@ Of (192, 128) dQ is transposed, as 64 queries are not as many as the lanes of bo
 192 columns: CTA r computes columns 64 r .. 64 r + 127, and adds columns 96 r .. 96 r + 95, which are its first lanes or
 its last. Half of 192 columns of Q, and 32 queries of dS, are not a multiple of 64: of a row 32 are contiguous there.
 
-P takes the place of S in tensor memory. At d = 128 the first warpgroup's takes the first quarter, the second's the
-last, and dQ of 64 columns (64 queries, whose columns from 64 on are in lanes from 64 on) the two quarters that P
-leaves. So dQ may be computed when S has been read, and the next S when dQ has. At (192, 128) dQ has a place of its own,
-and P takes the place of S as dS that of dP.
+At d = 128 P of the first warpgroup takes the first quarter of S in tensor memory, that of the second the last. dQ of 64
+columns (64 queries, whose columns from 64 on are in lanes from 64 on) takes the two quarters between. So dQ may be
+computed when S has been read, and the next S when dQ has. At (192, 128) dQ has a place of its own.
 
-The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1), for one step t after the other: dQ waits for
-dS from the other CTA. Products are done in the order in which they were issued, and a commit arrives when all before it
-are done. Hence:
+dQ is issued behind the next dP, as it waits for dS from the other CTA. Products are done in the order in which they
+were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dP(t + 1) that of dS(t), which dK(t) reads.
   - Compute warps wait for dQ(t) before they write dS(t + 1) to shared memory. Then dS(t) has been read in both CTAs,
     and its two places are free: the operand's, and the one that is sent from.
@@ -76,19 +72,15 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.scores = PairScores(config)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
-        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
-        piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
+        c, packed = self.config, self.config.features.packed
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        load_K = cpasync.CopyBulkTensorTileG2SOp() if c.holds_keys else load  # which counts in its own CTA
+        loads = {"K": cpasync.CopyBulkTensorTileG2SOp()} if c.holds_keys else {}  # which counts in its own CTA
+        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        tensors = {"Q": mQ, "Q_columns": mQ, "dO": mdO, "dO_columns": mdO, "K": mK, "V": mV}
+        piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
         return BackwardTiles(
-            Q=row_tiles(load, "sQ", mQ, packed),
-            Q_columns=row_tiles(load, "sQ_columns", mQ, packed),
-            dO=row_tiles(load, "sdO", mdO, packed),
-            dO_columns=row_tiles(load, "sdO_columns", mdO, packed),
-            K=row_tiles(load_K, "sK", mK, packed),
+            **{n: self.memory.row_tiles(loads.get(n, load), f"s{n}", x, packed) for n, x in tensors.items()},
             K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
-            V=row_tiles(load, "sV", mV, packed),
             **self._tiles_out(mdK, mdV),
         )
 

@@ -5,10 +5,8 @@ it, as dK and dV do not fit tensor memory together. S is computed, and Q and dO 
 a pair compute products together (``cta_group::2``). Each CTA holds its half of a sum in its own tensor memory, and its
 half of the right operand in shared memory.
 
-``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
-``python -m flash_attn_cute.kernels describe sm100 backward --d 256 --rows 8192`` prints it. Roles are those of
-``pair``. A block in either pass is a *step*, and steps are counted over all tiles of the pair. Compute warps store dV
-behind the first pass, and dK behind the second.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 256 --rows 8192`` prints ``backward_schedule``. Roles
+are those of ``pair``. A block in either pass is a *step*, and steps are counted over all tiles of the pair.
 
 K, which both passes multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
 the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r

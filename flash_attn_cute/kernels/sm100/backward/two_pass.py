@@ -7,10 +7,8 @@ So S is computed, and Q and dO are loaded, twice: six products for five. (Halves
 would make it seven, as S and dP would be computed twice; so would a kernel for dQ and one for dK and dV, and these two
 fill tensor memory. Two CTAs that share a tile, one of them with dV, take as long as one CTA that does both.)
 
-``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
-``python -m flash_attn_cute.kernels describe sm100 backward --d 256`` prints it. Roles are those of ``cta``. A block in
-either pass is a *step*, and steps are counted over all tiles of the CTA. Compute warps store dV behind the first pass,
-and dK behind the second.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 256`` prints ``backward_schedule``. Roles are those of
+``cta``. A block in either pass is a *step*, and steps are counted over all tiles of the CTA.
 
 dQ is transposed: a column of it has a lane. Tensor memory has lanes for 128 queries, and shared memory has no room for
 as many. dQ has two parts of 128 columns. Of 192 columns the second part begins with half of the first one's.
