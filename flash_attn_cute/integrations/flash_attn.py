@@ -26,14 +26,13 @@ shape, strides, device or value, and for what is refused. Messages name the argu
 
 from collections.abc import Callable
 from functools import partial
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import check_tensors, check_zero
 
 Window: TypeAlias = tuple[int | None, int | None]
 # ``out``, or ``(out, softmax_lse, None)`` with return_attn_probs=True.
@@ -331,17 +330,16 @@ def flash_attn_varlen_qkvpacked_func(
     return api.call(flash_attn_varlen_func, _PACKED_QKV, q, k, v, *lengths, *options)
 
 
-def _refuse(dropout_p: object, attention_chunk: int, sm_margin: int, **absent: Tensor | None) -> None:
-    if not isinstance(dropout_p, Real) or dropout_p:
-        got = dropout_p if isinstance(dropout_p, Real) else type(dropout_p).__name__
-        raise ValueError(
-            f"dropout_p: expected 0.0, dropout is not supported, got {got} (flash-attn 3 has no dropout_p: its order "
-            "of arguments is that of flash_attn_cute.integrations.flash_attn_interface)"
-        )
-    if attention_chunk:
-        raise ValueError(f"attention_chunk: expected 0, chunked attention is not supported, got {attention_chunk}")
-    if sm_margin:
-        raise ValueError(f"sm_margin: expected 0, kernels leave no multiprocessors free, got {sm_margin}")
+def _refuse(dropout_p: object, attention_chunk: object, sm_margin: object, **absent: Tensor | None) -> None:
+    check_zero(
+        "dropout_p",
+        dropout_p,
+        "0.0, dropout is not supported",
+        " (flash-attn 3 has no dropout_p: its order of arguments is that of "
+        "flash_attn_cute.integrations.flash_attn_interface)",
+    )
+    check_zero("attention_chunk", attention_chunk, "0, chunked attention is not supported")
+    check_zero("sm_margin", sm_margin, "0, kernels leave no multiprocessors free")
     for name, value in absent.items():
         if value is not None:
             raise ValueError(f"{name}: expected None, {_WHY_NOT[name]}, got {type(value).__name__}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import check_flags, check_tensors, check_zero
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -53,11 +53,12 @@ def scaled_dot_product_attention(
         ValueError: an argument of the wrong shape, strides, device or value. Shapes in messages have heads behind
             rows.
     """
-    if dropout_p:
-        raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
+    check_zero("dropout_p", dropout_p, "0.0, dropout is not supported")
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None:
         if not isinstance(attn_mask, Tensor):
             raise TypeError(f"attn_mask: expected None or a torch.Tensor, got {type(attn_mask).__name__}")
+        check_tensors(attn_mask=attn_mask)
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise TypeError(
                 f"attn_mask: expected bool (True = may attend) or a floating-point dtype, got {attn_mask.dtype}"
@@ -65,12 +66,6 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: expected None with is_causal=True, got both")
     check_tensors(query=query, key=key, value=value)
-    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if x is not None and x.is_nested:
-            raise TypeError(
-                f"{name}: expected a dense tensor, got a nested one; flash_attn_cute.flash_attn_func takes those "
-                "of the jagged layout"
-            )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(f"{name}: expected shape (..., nheads, rows, d), got shape {tuple(x.shape)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import check_tensors
+from flash_attn_cute.integrations import check_flags, check_tensors
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 _NAMES |= {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
@@ -76,6 +76,7 @@ def varlen_attn(
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux: expected None or an object with a bool lse, got {return_aux!r}")
     check_tensors(query=query, key=key)
+    check_flags(enable_gqa=enable_gqa)
     for name, x in (("query", query), ("key", key)):
         if x.ndim != 3:
             raise ValueError(f"{name}: expected shape (rows, heads, d), got shape {tuple(x.shape)}")

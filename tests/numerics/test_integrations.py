@@ -384,6 +384,12 @@ fa.flash_attn_func(q, None, v, alibi_slopes=slopes)
     TypeError: k: expected a torch.Tensor, got NoneType
 fa.flash_attn_varlen_func(*rows, [0, 10], cu, 6, 6, alibi_slopes=slopes)
     TypeError: cu_seqlens_q: expected a torch.Tensor, got list
+fa3.flash_attn_func(q, k, v, sm_margin=cu)
+    ValueError: sm_margin: expected 0, kernels leave no multiprocessors free, got Tensor
+fa3.flash_attn_func(q, k, v, attention_chunk=cu)
+    ValueError: attention_chunk: expected 0, chunked attention is not supported, got Tensor
+fa.flash_attn_varlen_qkvpacked_func(packed.to_sparse(), cu, 6)
+    TypeError: qkv: expected a strided tensor, got torch.sparse_coo
 fa3.flash_attn_func(q, k, v, 0.1, True, q)
     ValueError: qv: expected None, a second query
 fa3.flash_attn_varlen_func(q, k, v, cu, cu, 6, 6)
@@ -414,6 +420,14 @@ fa.flash_attn_varlen_func(*rows, cu, cu, 6, 6, alibi_slopes=slopes, seqused_k=[1
     TypeError: seqused_k: expected a torch.Tensor, got list
 dot.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     ValueError: dropout_p: expected 0.0
+dot.scaled_dot_product_attention(q, k, v, None, q)
+    ValueError: dropout_p: expected 0.0, dropout is not supported, got Tensor
+dot.scaled_dot_product_attention(q, k, v, None, 0.0, q)
+    TypeError: is_causal: expected a bool, got tensor(
+dot.scaled_dot_product_attention(q, k, v, enable_gqa=1)
+    TypeError: enable_gqa: expected a bool, got 1
+dot.scaled_dot_product_attention(q, k.to_sparse(), v)
+    TypeError: key: expected a strided tensor, got torch.sparse_coo
 dot.scaled_dot_product_attention(q, k, None)
     TypeError: value: expected a torch.Tensor, got None
 dot.scaled_dot_product_attention(q, k, v, True)
@@ -432,6 +446,8 @@ packed_attn.varlen_attn(*rows, cu, cu, 6, 6, return_aux=True)
     TypeError: return_aux: expected None or an object with a bool lse, got True
 packed_attn.varlen_attn(packed[:, 0], packed[:, 1, :2], packed[:, 2, :2], cu, cu, 6, 6)
     ValueError: key: expected the 4 heads of query (fewer need enable_gqa=True), got 2
+packed_attn.varlen_attn(*rows, cu, cu, 6, 6, enable_gqa=cu)
+    TypeError: enable_gqa: expected a bool, got tensor(
 packed_attn.varlen_attn(None, q, q, cu, cu, 6, 6)
     TypeError: query: expected a torch.Tensor
 te.thd_attention(*rows, [0, 4, 10], [0, 4, 10])
