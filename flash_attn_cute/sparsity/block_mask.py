@@ -318,14 +318,15 @@ class BlockMask(TabledMask):
             device: of the tensors that the function looks up.
 
         Raises:
-            TypeError: sizes that are no ints, or no function.
-            ValueError: a size out of range.
+            TypeError: sizes that are no ints, no function or no device.
+            ValueError: a size out of range, or a device that PyTorch does not know.
         """
         seqlen_q, seqlen_k = mask_arguments.check_lengths(seqlen_q, seqlen_k)
         if not callable(mask_mod):
             raise TypeError(f"mask_mod: expected a function of (batch entry, head, query, key), got {mask_mod!r}")
         sets = mask_arguments.check_set("batch", batch), mask_arguments.check_set("heads", heads)
-        return cls(Function(mask_mod, sets, torch.empty(0, device=device)), seqlen_q, seqlen_k)
+        where = torch.empty(0, device=mask_arguments.check_device(device))
+        return cls(Function(mask_mod, sets, where), seqlen_q, seqlen_k)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> BlockMask:
@@ -449,11 +450,12 @@ class BlockMask(TabledMask):
             tables: whether to make also the tables of windows and documents, which dense calls do not need.
 
         Raises:
-            ValueError: no device, or another one than the mask's.
+            TypeError: something else than a device.
+            ValueError: no device, another one than the mask's, or one that PyTorch does not know.
         """
         if device is None and self.device is None:
             raise ValueError("device: expected one, as the mask has no tensors, got None")
-        where = self.device if device is None else torch.empty(0, device=device).device
+        where = self.device if device is None else mask_arguments.check_device(device)
         assert where is not None
         if self.device is not None and where != self.device:
             raise ValueError(f"device: expected that of the mask, {self.device}, got {where}")
@@ -485,10 +487,11 @@ class BlockMask(TabledMask):
             device: of the calls.
 
         Raises:
-            ValueError: a function looks tensors up (``from_function``, ``from_flex``), or a tensor that the mask was
-                made of has been written to since.
+            TypeError: something else than a device.
+            ValueError: a device that PyTorch does not know; a function looks tensors up (``from_function``,
+                ``from_flex``); or a tensor that the mask was made of has been written to since.
         """
-        where = torch.empty(0, device=device).device
+        where = mask_arguments.check_device(device)
         is_there = self.device in (None, where)
         order = self._order
         if is_there and not (isinstance(order, Tensor) and order.device != where):

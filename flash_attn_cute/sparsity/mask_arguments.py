@@ -43,6 +43,17 @@ def _check_length(name: str, length: int) -> int:
     return length
 
 
+def check_device(device: Any) -> torch.device:
+    """Checks a device; returns it with its number, of which "cuda" has none."""
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device: expected a torch.device or a str, got {device!r}")
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected one that PyTorch knows, got {device!r}") from error
+    return torch.empty(0, device=named).device
+
+
 def check_side(name: str, side: int | None) -> int | None:
     """Checks one side of a window; returns None if it is unbounded, or wider than any sequence is long."""
     if side is None:
