@@ -17,7 +17,6 @@ from flash_attn_cute.distributed.checked_call import Lengths, PlanRequest, RankC
 from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
 from flash_attn_cute.problem.spec import Options, Results
-from flash_attn_cute.runtime import settings
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor sharding, Tensor? sharding_k, "
@@ -59,11 +58,12 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
             check_backend(backend, options, call.q, call.k, call.v, call.sink)
         return options, request, method_plan.plan(request, ranks.place, call.q.device)
 
+    def stated(found: tuple[Options, PlanRequest, autograd.Plan]) -> dict[str, str]:
+        options, request, _ = found
+        return rank_agreement.statement_of(call, request, options, backend)
+
     # Methods see other grids of the ranks, which compare themselves over the same one.
-    everyone = Ranks.over(call.groups)
-    options, request, plan = rank_agreement.on_all_ranks(everyone, planned)
-    if settings.check_data():
-        rank_agreement.check(everyone, rank_agreement.statement_of(call, request, options, backend))
+    options, _, plan = rank_agreement.on_all_ranks(Ranks.over(call.groups), planned, stated)
     entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
     context = Context(options, backend, *plan.groups(ranks), call.block_mask, entries)
     results = autograd.attend(*call.packed, call.sink, plan, context)

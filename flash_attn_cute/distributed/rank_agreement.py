@@ -47,40 +47,51 @@ def check(ranks: Ranks, statement: Statement) -> None:
             raise ValueError(f"{name}: expected the same on all ranks of the group, got {found}")
 
 
-def check_if_asked(ranks: Ranks, stated: Callable[[], Mapping[str, str]]) -> None:
+def check_if_asked(group: Group | Ranks, stated: Callable[[], Mapping[str, str]]) -> None:
     """Checks this rank's arguments and, with ``FLASH_ATTN_CUTE_CHECK=1``, compares all ranks' as ``check`` does.
 
     Args:
-        ranks: as in ``check``.
+        group: as in ``on_all_ranks``.
         stated: gives this rank's statement, or raises what is wrong with its arguments.
 
     Raises:
         TypeError: what a rank's statement has raised, this rank's alone unless ranks are compared; likewise ValueError.
         ValueError: ranks are compared, and disagree.
     """
-    statement = on_all_ranks(ranks, stated)
-    if settings.check_data():
-        check(ranks, statement)
+    on_all_ranks(group, stated, lambda statement: statement)
 
 
-def on_all_ranks(group: Group | Ranks, find: Callable[[], T]) -> T:
-    """Finds something by this rank's arguments; the other ranks then call ``check``, to which this one states errors.
+def on_all_ranks(
+    group: Group | Ranks, find: Callable[[], T], stated: Callable[[T], Mapping[str, str]] | None = None
+) -> T:
+    """Finds something by this rank's arguments and, with ``FLASH_ATTN_CUTE_CHECK=1``, has all ranks raise its errors.
 
     While a program is compiled no ranks are asked: they compare themselves when it runs.
 
     Args:
         group: a user's argument, or the grid that it is, as in ``check``.
         find: what is called, or raises what is wrong with this rank's arguments.
+        stated: gives this rank's statement by what has been found; None: ranks that find it call ``check`` later.
 
     Raises:
-        TypeError: what it has raised, on all ranks with ``FLASH_ATTN_CUTE_CHECK=1``; likewise ValueError.
+        TypeError: what either has raised, on all ranks if they are compared; likewise ValueError.
+        ValueError: ranks are compared, and disagree.
     """
+    is_asked = not torch.compiler.is_compiling() and settings.check_data()
     try:
-        return find()
+        found = find()
+        statement = stated(found) if is_asked and stated is not None else None
     except (TypeError, ValueError) as error:
-        if settings.check_data() and not torch.compiler.is_compiling():
-            check(group if isinstance(group, Ranks) else Ranks.of(group), error)
+        if is_asked:
+            check(_grid(group), error)
         raise
+    if statement is not None:
+        check(_grid(group), statement)
+    return found
+
+
+def _grid(group: Group | Ranks) -> Ranks:
+    return group if isinstance(group, Ranks) else Ranks.of(group)
 
 
 def layout_of(sharding: Sharding) -> str:

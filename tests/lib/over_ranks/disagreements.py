@@ -103,6 +103,12 @@ def disagreements() -> None:
         with pytest.raises(ValueError, match=f"block_mask: {SAME} {message}"):
             context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=mask)
     context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=later)
+    visible = torch.ones(15, 15, dtype=torch.bool)
+    written = BlockMask.from_dense(visible[None, None])
+    if rank == 1:
+        visible.zero_()
+    with pytest.raises(ValueError, match="rank 1 of the group: mask: expected what it was when the BlockMask was made"):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=written)
     rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
     with (
         context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
