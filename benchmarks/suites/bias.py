@@ -215,7 +215,7 @@ def _call(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
     shape: tuple[int, ...] = (row.batch, row.seqlen)
     scores: tuple[int, ...] = (row.batch, row.nheads, row.seqlen, row.seqlen)
     if row.documents is not None:
-        longest = max(row.documents)
+        longest = -(-max(row.documents) // 8) * 8  # a bound, so that rows of the bias begin at multiples of 16 bytes
         shape, scores = (sum(row.documents),), (row.nheads, sum(row.documents), longest)
         cu = torch.tensor([0, *accumulate(row.documents)], dtype=torch.int32, device=device)
     q, k, v, dout = (normal(*shape, row.nheads, row.d) for _ in range(4))

@@ -28,6 +28,8 @@ FORWARD: dict[str, Case] = {
     "d64-bias": {"bias": (1, 1)},  # by TMA, as the next one
     "d128-bias": {"bias": (1, 1, 1), "head_dim": 128, "causal": True, "softcap": 2.0},
     "d64-bias-sliced": {"bias": (1, 1), "bias_layout": "sliced"},
+    "d128-bias-packed": {"bias": (1, 1, 1), "head_dim": 128, **PACKED},
+    "d64-bias-slots": {"bias": (1, 1, 1, 1), "seqused": True},  # a dense batch that becomes packed
     "d128-row-of-a-bias": {"head_dim": 128, "bias": (1, 0, 1), "nheads": 3, "causal": True},
     "d256": {"head_dim": 256, "causal": True},
 }
@@ -54,6 +56,8 @@ BACKWARD: dict[str, Case] = {
     "d128-bias": {"bias": (1, 1, 1), "nheads_k": 1, "head_dim": 128, "causal": True},
     "d64-bias-sliced": {"bias": (1, 1), "nheads": 1, "bias_layout": "sliced"},
     "d64-bias-of-heads": {"bias": (1, 1)},
+    "d128-bias-packed": {"bias": (1, 1, 1), "head_dim": 128, "packed": True, "seqused": True, "causal": True},
+    "d64-bias-slots": {"bias": (1, 1, 1, 1), "seqused": True},
     "d128-bias-of-keys": {"bias": (1,), "head_dim": 128},
     "d192-dv128-cluster": {"head_dim": 192, "head_dim_v": 128, "packed": True, "seqused": True, "deterministic": True},
     "d256-cluster": {"head_dim": 256, **PACKED},
@@ -74,8 +78,8 @@ def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
 
 
 def lengths(options: Case) -> tuple[list[int], list[int]]:
-    """Numbers of queries and keys; the longest of packed sequences is not the first."""
-    return ([20, 130], [70, 200]) if options.get("packed") else ([130], [200])
+    """Numbers of queries and keys; the longest of several sequences is not the first."""
+    return ([20, 130], [70, 200]) if options.get("packed") or options.get("seqused") else ([130], [200])
 
 
 def with_row(bias: Tensor) -> Call:
@@ -94,7 +98,7 @@ def with_blocks(call: Call, size: int) -> Call:
 
 
 @pytest.mark.parametrize(
-    "options", tiered(FORWARD, "d128-causal", rare=["d64-bias", "d128-row-of-a-bias"], values=True)
+    "options", tiered(FORWARD, "d128-causal", rare=["d64-bias", "d128-bias-packed", "d128-row-of-a-bias"], values=True)
 )
 def test_forward(options: Case) -> None:
     forward.check(drawn(*lengths(options), **options), random.Random(0), capability=H100)

@@ -417,7 +417,7 @@ def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     assert inputs.bias is not None
     # Kernels come to all scores, but for those that a window or a mask hides by whole blocks.
     is_whole = (
-        not (spec.packed or spec.has_mask or spec.has_block_mask)
+        not (inputs.packed or spec.has_mask or spec.has_block_mask)
         and spec.window_left is None
         and spec.window_right is None
     )

@@ -147,7 +147,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         dbias=scores.gradient == "scores" and _writes_dbias(spec, scores),
         dbias_of_scores=_stores_dbias(spec, shapes),
         dbias_of_keys=_sums_dbias(spec, shapes),
-        tiled_bias=scores.tiled_bias and not (shapes.packed or spec.packing_invariant),
+        tiled_bias=scores.tiled_bias and not spec.packing_invariant,
         float32_bias=scores.float32_bias,
         # A mask with a row for each query looks like one row for all if there is a single query.
         uniform_mask=not (spec.packing_invariant or scores.mask_varies[2] or _has_window(spec)) and spec.has_mask,
@@ -171,7 +171,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
     """Whether a backward kernel can write every score's gradient: if it is what it computes, rounded to that dtype.
 
-    It is not if a dense batch becomes packed sequences, so if invariant, the other kernel computes them all.
+    Those of packing-invariant calls are all computed by the other kernel.
     """
     return not (spec.packing_invariant or scores.float32_bias or spec.softcap)
 

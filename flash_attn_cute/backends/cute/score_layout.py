@@ -48,8 +48,9 @@ def score_layout(
     strided = bias is not None and bias.stride(-1) != 1
     paired = bias is not None and not strided and _is_paired(bias)
     uniform = bias is not None and bias.stride(-2) == 0
-    # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
-    gradient = None if bias is None or wanted is None or is_repacked else _gradient_of(bias, wanted)
+    gradient = None if bias is None or wanted is None else _gradient_of(bias, wanted)
+    if is_repacked and gradient != "scores":  # entries of the batch have no tiles of queries in common then
+        gradient = None
     is_float32 = bias is not None and bias.dtype == torch.float32
     keys, varies = 1, (False, False, False)
     if mask is not None:

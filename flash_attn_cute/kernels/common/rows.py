@@ -17,13 +17,16 @@ def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
     return cute.make_tensor(x.iterator, layout)
 
 
-def scores_first(x: cute.Tensor) -> cute.Tensor:
+def scores_first(x: cute.Tensor, joins_heads: bool = False) -> cute.Tensor:
     """View of (batch, heads, queries, keys) of 16-bit numbers as (queries, keys, heads, batch), as TMA can read it.
 
-    The caller has seen to it that its address, and all strides but the last, are multiples of 16 bytes.
+    The caller has seen to it that its address, and all strides but the last, are multiples of 16 bytes. With
+    ``joins_heads`` heads of all entries follow each other, as those of a contiguous tensor can, in one entry.
     """
     (batch, heads, queries, keys), (batch_stride, head_stride, row_stride, _) = x.shape, x.stride
     strides = tuple(cute.assume(stride, divby=8) for stride in (row_stride, head_stride, batch_stride))
+    if const_expr(joins_heads):
+        heads, batch = heads * batch, 1
     layout = cute.make_layout((queries, keys, heads, batch), stride=(strides[0], 1, *strides[1:]))
     return cute.make_tensor(x.iterator.align(16), layout)
 

@@ -33,10 +33,18 @@ class ScoreTensors:
 
     def of_sequence(self, mX: cute.Tensor, q: SeqRows, batch: Int32 | int) -> cute.Tensor:
         """The part of one of them that belongs to a sequence: (heads, queries, keys)."""
-        if const_expr(self.packed):
-            entry = q.start // self.rows_a_slot
-            return cute.domain_offset((0, q.start - entry * self.rows_a_slot, 0), mX[entry, None, None, None])
-        return mX[batch, None, None, None]
+        entry, first = scores_of(self.packed, self.rows_a_slot, q, batch)
+        return cute.domain_offset((0, first, 0), mX[entry, None, None, None])
+
+
+def scores_of(
+    packed: cutlass.Constexpr, rows_a_slot: Int32, q: SeqRows, batch: Int32 | int
+) -> tuple[Int32 | int, Int32 | int]:
+    """Entry of mask and bias that a sequence's queries are in, and the row of the first of them there."""
+    if const_expr(packed):
+        entry = q.start // rows_a_slot
+        return entry, q.start - entry * rows_a_slot
+    return batch, 0
 
 
 def keys_of(arguments: Any, sequence: Int32) -> SeqRows:

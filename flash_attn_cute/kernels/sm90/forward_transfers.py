@@ -7,6 +7,7 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
+from flash_attn_cute.kernels.common.score_tensors import scores_of
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
@@ -56,7 +57,7 @@ class Transfers:
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
                     if const_expr(c.tiles_bias):
-                        self._load_bias(tma.bias, tile, block, shared, state.count)
+                        self._load_bias(a, tma.bias, tile, block, shared, state.count)
                     state.advance()
             index = self.tiles.following(a, asked_before, num_tiles)
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
@@ -65,15 +66,19 @@ class Transfers:
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
-    def _load_bias(self, bias: RowTiles, tile: QueryTile, block: Int32, shared: Shared, step: Int32) -> None:
+    def _load_bias(
+        self, a: ForwardArguments, bias: RowTiles, tile: QueryTile, block: Int32, shared: Shared, step: Int32
+    ) -> None:
         """Loads the bias of a block, each warpgroup's rows when it has released its own stage."""
+        entry, first_row = scores_of(self.config.features.packed, a.numbers.rows_a_slot, tile.q, tile.batch)
         for w in cutlass.range_constexpr(self.warpgroups):
             ring = shared.bias.ring.part(w, self.warpgroups)
             ring.wait_empty(step)  # from the warps of the warpgroup
             with cute.arch.elect_one():
                 ring.announce(step)
-            first = tile.first_query + 64 * w
-            gX = bias.at(first, first + 64, tile.head, tile.batch, block)
+            # Rows behind the sequence belong to queries that nothing is stored of.
+            first = first_row + tile.first_query + 64 * w
+            gX = bias.at(first, first + 64, tile.head, entry, block)
             bias.load(gX, shared.sBiasTile[None, None, w * ring.stages + ring.stage(step)], ring.full(step))
 
     @cute.jit

@@ -123,15 +123,17 @@ class BackwardCtaSm90(BackwardKernel):
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
         """See ``BackwardKernel``."""
-        f, row_tiles = self.config.features, self.memory.row_tiles
+        f, packed, row_tiles = self.config.features, self.config.features.packed, self.memory.row_tiles
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
         return BackwardTiles(
-            **{name: row_tiles(load, f"s{name}", rows_first(x, f.packed), f.packed) for name, x in tensors.items()},
-            dK=None if f.wide else row_tiles(store, "sOut", mdK, f.packed),
-            dV=None if f.wide else row_tiles(store, "sOut", mdV, f.packed),
+            **{name: row_tiles(load, f"s{name}", rows_first(x, packed), packed) for name, x in tensors.items()},
+            dK=None if f.wide else row_tiles(store, "sOut", mdK, packed),
+            dV=None if f.wide else row_tiles(store, "sOut", mdV, packed),
             bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if self.config.tiles_bias else None,
-            dBias=row_tiles(store, "sdS", scores_first(a.mdBias), False) if self.config.tiles_dbias else None,
+            dBias=row_tiles(store, "sdS", scores_first(a.mdBias, f.packed), f.packed)
+            if self.config.tiles_dbias
+            else None,
         )
 
     @cute.kernel

@@ -22,6 +22,7 @@ from flash_attn_cute.kernels.common.key_tiles import (
     zero_fully_masked_keys,
 )
 from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score_tensors import scores_of
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -82,7 +83,7 @@ class Transfers:
                             # Tiles are launched the other way round: those of later turns have added before.
                             turn = ~turn if in_turns else Int32(UNORDERED)
                         info = StepFields(block, turn, m_block, nth, code)
-                        self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
+                        self._load_queries(a, ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
                             # Behind the first queries, for which there is room before there is for V.
                             self._load_keys(tile, tma.V, shared.sV, shared.rings.v, tile_idx)
@@ -129,6 +130,7 @@ class Transfers:
     @cute.jit
     def _load_queries(
         self,
+        a: BackwardArguments,
         ws: Workspace,
         tile: KeyTile,
         tma: BackwardTiles,
@@ -160,7 +162,10 @@ class Transfers:
             ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():
                 ring.announce(step)
-            gX = t.at(start, stop, head, tile.batch, tile.first_key // c.tile_n)
+            # Rows behind the sequence are those of hidden scores.
+            entry, first_row = scores_of(c.features.packed, a.numbers.rows_a_slot, tile.q, tile.batch)
+            start = first_row + m_block * c.tile_m
+            gX = t.at(start, start + c.tile_m, head, entry, tile.first_key // c.tile_n)
             t.load(gX, shared.sBiasTile[None, None, ring.stage(step)], ring.full(step))
 
     @cute.jit
@@ -178,10 +183,15 @@ class Transfers:
                     m_block, nth = tile.blocks.nth(i), head
                     if const_expr(c.features.listed):
                         m_block, nth, _ = shared.read_scores_step(step)
+                    start, of_head = m_block * c.tile_m, tile.head + nth
+                    stop = start + c.tile_m
+                    if const_expr(c.features.packed):
+                        entry, first_row = scores_of(True, a.numbers.rows_a_slot, tile.q, tile.batch)
+                        start, stop = first_row + start, first_row + cutlass.min(stop, tile.q.length)
+                        of_head += entry * a.mQ.shape[-2]
                     for w in cutlass.range_constexpr(self.warpgroups):
                         # Behind the last key and the last query, TMA stores nothing.
-                        start, column_tile = m_block * c.tile_m, tile.first_key // 64 + w
-                        g = t.at(start, start + c.tile_m, tile.head + nth, tile.batch, column_tile)
+                        g = t.at(start, stop, of_head, tile.batch, tile.first_key // 64 + w)
                         t.store(shared.sdS[None, None, w, step & 1], g)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
