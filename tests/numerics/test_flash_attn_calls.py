@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface
 from tests.lib import oracle
-from tests.lib.checks import Case, bitwise_equal, gradients, random_call, same_bits
+from tests.lib.checks import Case, bitwise_equal, gradients, longest, random_call, same_bits
 from tests.lib.integrations import Attend, alibi_truth, assert_served, recorded
 from tests.lib.oracle import Call
 
@@ -22,32 +22,23 @@ def dense_call(**options: Any) -> Call:
     return random_call([7] * 2, [9] * 2, packed=False, **given)
 
 
-def with_flash_attn(call: Call, *form: str, slopes: Tensor | None = None, deterministic: bool = False) -> Any:
+def with_flash_attn(
+    call: Call, form: str = "q k v", *, slopes: Tensor | None = None, deterministic: bool = False
+) -> Any:
     """The call by the function that takes q, k, v, or "kv" or "qkv" in one tensor; all options by position."""
     window = tuple(-1 if side is None else side for side in call.window_size)
     options = (0.0, call.softmax_scale, call.causal, window, call.softcap, slopes, deterministic, True)
-    q, k, v = call.q, call.k, call.v
-    if call.cu_seqlens_q is None:
-        if "kv" in form:
-            result = fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *options)
-        elif "qkv" in form:
-            result = fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *options)
-        else:
-            result = fa.flash_attn_func(q, k, v, *options)
-    else:
-        bounds = [
-            max(rows.stop - rows.start for rows in side) for side in list(zip(*call.sequences(), strict=True))[1:]
-        ]
-        where = (call.cu_seqlens_q, call.cu_seqlens_k, *bounds)
-        used = {"seqused_q": call.seqused_q, "seqused_k": call.seqused_k}
-        if "kv" in form:
-            result = fa.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *where, *options)
-        elif "qkv" in form:
-            qkv = torch.stack([q, k, v], 1)
-            result = fa.flash_attn_varlen_qkvpacked_func(qkv, call.cu_seqlens_q, bounds[0], *options)
-        else:
-            result = fa.flash_attn_varlen_func(q, k, v, *where, *options, **used)
-    out, lse, probabilities = result
+    (q, k, v), packed = call.qkv, call.cu_seqlens_q is not None
+    bound_q, bound_k = longest(call).values()
+    where: tuple[Any, ...] = (call.cu_seqlens_q, call.cu_seqlens_k, bound_q, bound_k)
+    tensors: tuple[Tensor, ...] = (q, k, v)
+    if form == "kv":
+        tensors = q, torch.stack([k, v], -3)
+    elif form == "qkv":
+        tensors, where = (torch.stack([q, k, v], -3),), (call.cu_seqlens_q, bound_q)
+    name = f"flash_attn_{'varlen_' * packed}{'' if form == 'q k v' else form + 'packed_'}func"
+    used = {"seqused_q": call.seqused_q, "seqused_k": call.seqused_k} if packed and form == "q k v" else {}
+    out, lse, probabilities = getattr(fa, name)(*tensors, *(where if packed else ()), *options, **used)
     assert probabilities is None
     return out, lse
 

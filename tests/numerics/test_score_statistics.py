@@ -15,7 +15,7 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums, row_entropy
 from tests.lib import oracle
-from tests.lib.checks import Case, needs_kernels
+from tests.lib.checks import Case, needs_kernels, random_call
 
 KINDS: dict[str, Case] = {
     "full": {},
@@ -27,38 +27,17 @@ KINDS: dict[str, Case] = {
 }
 
 
-def drawn(packed: bool, dtype: torch.dtype, device: str, **options: Any) -> oracle.Call:
-    """A call with padding of NaN, grouped heads, more queries than keys and fewer."""
-    generator = torch.Generator().manual_seed(0)
-    rows_q, rows_k = ((140,), (171,)) if packed else ((3, 60), (3, 75))
-    offsets = [torch.tensor(x, dtype=torch.int32) for x in ([0, 70, 71, 140], [0, 50, 90, 171])]
-    used = [torch.tensor(x, dtype=torch.int32) for x in ([60, 1, 50], [45, 0, 75])]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-    q, k = normal(*rows_q, 4, 64), normal(*rows_k, 2, 64)
-    for x, ends, lengths in zip((q, k), offsets, used, strict=True):
-        for entry in range(3):
-            start, stop = (int(ends[entry]), int(ends[entry + 1])) if packed else (0, x.shape[1])
-            rows = x if packed else x[entry]
-            rows[start + int(lengths[entry]) : stop] = torch.nan
-    cu_q, cu_k = (x.to(device) for x in offsets) if packed else (None, None)
-    used_q, used_k = (x.to(device) for x in used)
-    return oracle.Call(q, k, k, cu_q, cu_k, used_q, used_k, **options)
+def drawn(packed: bool, dtype: torch.dtype, device: str = "cpu", **options: Any) -> oracle.Call:
+    """A call with padding, grouped heads, more queries than keys and fewer."""
+    shape: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 64, "packed": packed, "seqused": True}
+    return random_call([60, 1, 50], [45, 0, 75], dtype=dtype, device=device, **shape, **options)
 
 
-def arguments(call: oracle.Call, backend: str) -> dict[str, Any]:
+def arguments(call: oracle.Call, backend: str) -> Case:
     names = ["seqused_q", "seqused_k", "softmax_scale", "causal", "window_size"]
+    names += ["cu_seqlens_q", "cu_seqlens_k"] if call.cu_seqlens_q is not None else []
     given = {name: getattr(call, name) for name in names} | {"backend": backend}
-    if call.cu_seqlens_q is None:
-        return given
-    return given | {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_k": call.cu_seqlens_k,
-        "max_seqlen_q": 70,
-        "max_seqlen_k": 81,
-    }
+    return given | ({"max_seqlen_q": 70, "max_seqlen_k": 81} if call.cu_seqlens_q is not None else {})
 
 
 @pytest.mark.parametrize(
@@ -115,7 +94,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> WithKernel:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_with_a_kernel_is_asked(kind: str, packed: bool, with_kernel: WithKernel) -> None:
     """In eager code and in compiled programs, whose graph has one operator for it; fake tensors get the shape."""
-    call = drawn(packed, torch.float32, "cpu", **KINDS[kind])
+    call = drawn(packed, torch.float32, **KINDS[kind])
     given, graphs = arguments(call, "portable"), []
     attend = flash_attn_varlen_func if packed else flash_attn_func
     _, lse = attend(call.q, call.k, call.k, return_lse=True, **given)
@@ -167,8 +146,7 @@ def test_the_operator(with_kernel: WithKernel) -> None:
 
 def test_a_sink_and_a_block_mask() -> None:
     """Columns sum up to what a sink leaves; rows have the entropy of the blocks that they see."""
-    call = drawn(False, torch.float64, "cpu")
-    q, k = (x[:, :40].nan_to_num() for x in (call.q, call.k))
+    q, k = torch.randn(3, 40, 4, 64, dtype=torch.float64), torch.randn(3, 40, 2, 64, dtype=torch.float64)
     sink = torch.randn(4, dtype=torch.float64)
     _, lse = flash_attn_func(q, k, k, causal=True, learnable_sink=sink, return_lse=True)
     left = (sink[:, None] - lse).exp()
@@ -181,8 +159,8 @@ def test_a_sink_and_a_block_mask() -> None:
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_padding_of_one_side(side: str) -> None:
     """Lengths of queries say nothing of keys, nor the other way round."""
-    call = drawn(False, torch.float64, "cpu")
-    q, k = call.q.nan_to_num(), call.k.nan_to_num()
+    call = drawn(False, torch.float64)
+    q, k = (x.detach().nan_to_num(0.0, 0.0, 0.0) for x in (call.q, call.k))
     used: Any = {f"seqused_{side}": getattr(call, f"seqused_{side}")}
     _, lse = flash_attn_func(q, k, k, return_lse=True, **used)
     true = oracle.probabilities(oracle.Call(q, k, k, **used))
