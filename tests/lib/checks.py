@@ -684,6 +684,13 @@ def call_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | N
     return random_call(lengths_q, lengths_k, **given | options)
 
 
+def call_of(backend: str, case: Case) -> Call:
+    """``call_on`` a backend of a case's lengths, or of several around the edges of tiles."""
+    may_differ = case.get("packed", True) or case.get("seqused", False)
+    lengths = ([200, 1, 0, 130], [300, 5, 7, 0]) if may_differ else ([200] * 2, [300] * 2)
+    return call_on(backend, *case.get("lengths", lengths), **{name: x for name, x in case.items() if name != "lengths"})
+
+
 # Arguments of a call that ``random_call`` does not take.
 ASKED = ("through_lse", "deterministic", "return_max_logits", "precise_gradients")
 

@@ -16,6 +16,7 @@ from tests.lib.checks import (
     assert_matches_oracle,
     assert_max_logits_close,
     bitwise_equal,
+    call_of,
     call_on,
     draws,
     each_on,
@@ -28,7 +29,6 @@ from tests.lib.checks import (
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 
-LENGTHS = ([200, 1, 0, 130], [300, 5, 7, 0])
 CASES: dict[str, Case] = {
     "full": {},
     "dense": {"packed": False},
@@ -62,11 +62,7 @@ CASES: dict[str, Case] = {
 @each_on(CASES)
 def test_beside_other_features(backend: str, case: Case) -> None:
     """Both passes, too: no gradient goes through max_logits, and all others are right."""
-    case = dict(case)
-    may_differ = case.get("packed", True) or case.get("seqused", False)
-    lengths = case.pop("lengths", LENGTHS if may_differ else ([200] * 2, [300] * 2))
-    call = call_on(backend, *lengths, **case)
-    assert_matches_oracle(call, backend=backend, return_max_logits=True)
+    assert_matches_oracle(call_of(backend, case), backend=backend, return_max_logits=True)
 
 
 @each_on({name: {"packed": packed, **case} for name, packed, case in (
@@ -221,7 +217,7 @@ def test_random_calls(backend: str, fuzz_seconds: float) -> None:
 @hopper_alone("Blackwell's kernels compute P without polynomials where they need its digits")
 @pytest.mark.parametrize("case", [{}, {"causal": True, "head_dim": 128}, {"softcap": 3.0}, {"bias": (1, 1, 1)}])
 def test_other_results_have_the_same_bits(case: Case) -> None:
-    call = call_on("sm90", *LENGTHS, **case)
+    call = call_of("sm90", case)
     with torch.no_grad():
         plain = run(call, backend="sm90", return_lse=True)
         first, second = (run(call, backend="sm90", return_lse=True, return_max_logits=True) for _ in range(2))
@@ -232,9 +228,8 @@ def test_other_results_have_the_same_bits(case: Case) -> None:
 @needs_kernels
 def test_cuda_graphs() -> None:
     """A replay has its own maximum: a smaller one, too."""
-    call: Call = call_on("sm90", [300], [300], packed=False, causal=True)
-    leaves = {name: getattr(call, name).detach() for name in "qkv"}
-    call = dataclasses.replace(call, **leaves)
+    call: Call = call_on("sm90", [300], packed=False, causal=True)
+    call.q, call.k, call.v = (x.detach() for x in call.qkv)
     run(call, backend="sm90", return_max_logits=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

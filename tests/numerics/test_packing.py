@@ -12,6 +12,7 @@ from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls.dispatch import BACKENDS
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import Case, each_of, random_call, same_bits
+from tests.lib.interpreted.common import as_given
 from tests.lib.oracle import Call, window
 
 FORMS: dict[str, Case] = {
@@ -31,9 +32,7 @@ def random_lengths(draw: random.Random, form: dict[str, Any]) -> tuple[list[int]
 
 
 def inputs_of(call: Call) -> AttentionInputs:
-    q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
-    where = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    return AttentionInputs(q, k, v, *where, None, None, None, q.shape[-3], k.shape[-3])
+    return as_given(call)[0]
 
 
 def retold(call: Call, inputs: AttentionInputs) -> Call:
@@ -124,7 +123,7 @@ def test_intervals_are_what_rows_see(form: dict[str, Any]) -> None:
         sides = draw.choice([None, 0, 3, 2**31 - 2]), draw.choice([None, 0, 3, 2**31 - 2])
         call = random_call(*random_lengths(draw, form), **form, window_size=sides)
         inputs = inputs_of(call)
-        spec = AttentionSpec.of(inputs, Options(None, *sides, 0.0, True, True))
+        _, spec = as_given(call)
         _, dense, seen = packing.as_one_batch(spec, inputs)
         entries, rows_q, rows_k = dense.q.shape[0], dense.q.shape[1], dense.k.shape[1]
         pairs = visible_pairs(call).view(entries, rows_q, entries, rows_k)

@@ -19,6 +19,7 @@ from tests.lib.checks import (
     Case,
     assert_matches_oracle,
     bitwise_equal,
+    call_of,
     call_on,
     each_on,
     needs_kernels,
@@ -30,7 +31,6 @@ from tests.lib.interpreted.common import as_given
 from tests.lib.masks import with_block_mask
 from tests.lib.residuals import assert_restored
 
-LENGTHS = ([200, 1, 0, 130], [300, 5, 7, 0])
 OPTIONS = Options(window_right=0, precise_gradients=True)
 MEANS = "means in q, k, v, dout"
 CASES: dict[str, Case] = {
@@ -50,16 +50,11 @@ CASES: dict[str, Case] = {
 }
 
 
-def _case(backend: str, case: Case) -> Any:
-    case = {"head_dim": 128, **case}
-    may_differ = case.get("packed", True) or case.get("seqused", False)
-    lengths = case.pop("lengths", LENGTHS if may_differ else ([200] * 2, [300] * 2))
-    return call_on(backend, *lengths, **case)
-
-
 @each_on(CASES)
 def test_beside_other_features(backend: str, case: Case) -> None:
-    assert_matches_oracle(_case(backend, case), backend=backend, precise_gradients=True, through_lse=True)
+    assert_matches_oracle(
+        call_of(backend, {"head_dim": 128} | case), backend=backend, precise_gradients=True, through_lse=True
+    )
 
 
 @on_each_backend

@@ -73,7 +73,7 @@ def block_masks() -> None:
         assert x.isfinite().all()
         assert (x[:, rows] == 0).all()
 
-    q, k, v = (sharding.shard(x.detach(), rank) for x in (leaves.q, leaves.k, leaves.v))
+    q, k, v = leaves.own(sharding, grad=False)
     later = Sharding.contiguous([5, total], num_ranks)
     heads = BlockMask.from_dense(torch.ones(1, 8, total, total, dtype=torch.bool))
     chosen = BlockMask.from_selection(torch.zeros(total, 1, 2, dtype=torch.int32), block=64, seqlen_k=total)
@@ -126,10 +126,7 @@ def block_masks() -> None:
 
 def recalled(leaves: Leaves, sharding: Sharding, mask: BlockMask) -> bool:
     """Whether gradients under a block mask stay as they are by checkpointing, and by compiling what is around it."""
-    q, k, v = (
-        sharding.shard(x.detach(), dist.get_rank()).nan_to_num().requires_grad_()
-        for x in (leaves.q, leaves.k, leaves.v)
-    )
+    q, k, v = (x.nan_to_num().requires_grad_() for x in leaves.own(sharding, grad=False))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_parallel_attn_varlen_func(q.sin(), k, v, sharding, block_mask=mask).cos()

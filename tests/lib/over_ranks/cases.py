@@ -81,6 +81,12 @@ class Leaves:
                 leaf.requires_grad_()
         return leaves
 
+    def own(self, sharding: Sharding, *, grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's rows of q, k and v, packed, in the group of all."""
+        rank = rank_of(None)
+        q, k, v = (sharding.shard(x.detach(), rank).requires_grad_(grad) for x in (self.q, self.k, self.v))
+        return q, k, v
+
 
 def _real(lengths: list[int], used: list[int] | None, total: int) -> Tensor:
     real = torch.zeros(total, dtype=torch.bool)

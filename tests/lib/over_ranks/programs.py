@@ -37,10 +37,8 @@ from tests.lib.over_ranks.cases import DOCUMENTS, PACKED, WAYS, Leaves, balanced
 
 def surroundings() -> None:
     """Training around attention: checkpointing, torch.compile, autocast; and a loss of lse alone."""
-    sharding, rank = balanced(dist.get_world_size()), dist.get_rank()
-    leaves = Leaves.of(PACKED)
-    q, k, v = (sharding.shard(x.detach(), rank).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
-
+    sharding = balanced(dist.get_world_size())
+    q, k, v = Leaves.of(PACKED).own(sharding)
     attend: Callable[..., Any] = context_parallel_attn_varlen_func
 
     def block(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
@@ -198,8 +196,8 @@ def benchmark() -> None:
 
 def backward_without_a_group() -> None:
     """A graph keeps no group; it says so if its own is gone."""
-    sharding, leaves = balanced(dist.get_world_size()), Leaves.of(PACKED)
-    q, k, v = (sharding.shard(x.detach(), dist.get_rank()).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
+    sharding = balanced(dist.get_world_size())
+    q, k, v = Leaves.of(PACKED).own(sharding)
     for way in WAYS:
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
