@@ -77,6 +77,15 @@ def drawn(queries: list[int], keys: list[int], **options: Any) -> Call:
     return random_call(queries, keys, **given | options)
 
 
+def check_forward(call: Call, **options: Any) -> None:
+    forward.check(call, random.Random(0), capability=H100, **options)
+
+
+def check_backward(call: Call, seed: int = 0, *, through_lse: bool = False, **options: Any) -> dict[str, Tensor]:
+    backend = backward.Interpreted(random.Random(seed), capability=H100, **options)
+    return backward.check(call, backend, through_lse=through_lse)
+
+
 def lengths(options: Case) -> tuple[list[int], list[int]]:
     """Numbers of queries and keys; the longest of several sequences is not the first."""
     return ([20, 130], [70, 200]) if options.get("packed") or options.get("seqused") else ([130], [200])
@@ -101,21 +110,21 @@ def with_blocks(call: Call, size: int) -> Call:
     "options", tiered(FORWARD, "d128-causal", rare=["d64-bias", "d128-bias-packed", "d128-row-of-a-bias"], values=True)
 )
 def test_forward(options: Case) -> None:
-    forward.check(drawn(*lengths(options), **options), random.Random(0), capability=H100)
+    check_forward(drawn(*lengths(options), **options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seqlen_k", [256, 300])  # rows that are read by vectors, and element by element
 def test_forward_with_a_mask(seqlen_k: int) -> None:
     call = drawn([130], [seqlen_k], head_dim=128, mask=(1, 1), causal=True)
-    forward.check(call, random.Random(0), capability=H100)
+    check_forward(call)
 
 
 @pytest.mark.slow
 @each_of("row", EXTREME_ROWS)
 def test_extreme_rows_of_a_bias(row: Callable[[int], Tensor]) -> None:
     """Blocks whose largest elements are huge, infinite, or far from those of other blocks."""
-    forward.check(with_row(row(300)), random.Random(0), capability=H100)
+    check_forward(with_row(row(300)))
 
 
 @pytest.mark.slow
@@ -134,19 +143,18 @@ def test_a_row_of_a_bias_that_is_the_lowest_number(softmax_scale: float) -> None
 def test_max_logits(options: Case) -> None:
     """Largest logits where both signs occur, and where all logits are negative."""
     call = drawn([130], [300], **options)
-    forward.check(call, random.Random(0), capability=H100, max_logits=True)
+    check_forward(call, max_logits=True)
     with torch.no_grad():
         call.q.abs_().add_(0.1)
         call.k.abs_().add_(0.1).neg_()
-    forward.check(call, random.Random(0), capability=H100, max_logits=True)
+    check_forward(call, max_logits=True)
 
 
 @pytest.mark.parametrize("options", tiered(BACKWARD, rare=["d64", "d64-bias-of-heads"], values=True))
 def test_backward(options: Case) -> None:
-    options = dict(options)
-    given = {"deterministic": options.pop("deterministic", False), "capability": H100}
-    call = drawn(*lengths(options), **options)
-    backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
+    given = dict(options)
+    asked = {"deterministic": given.pop("deterministic", False), "through_lse": True}
+    check_backward(drawn(*lengths(given), **given), **asked)
 
 
 @pytest.mark.slow
@@ -154,15 +162,14 @@ def test_gradient_of_a_bias_beside_unordered_sums(monkeypatch: pytest.MonkeyPatc
     """One warp zeroes sums of dQ, and then stores dS; without an order, as long sequences have it."""
     monkeypatch.setattr(backward_config, "KEYS_IN_ORDER", 0)
     call = drawn([130], [200], bias=(1, 1), nheads=1, head_dim=128)
-    backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
+    check_backward(call)
 
 
 @pytest.mark.parametrize("options", tiered(LONG_FULL, rare=["d128-80-queries-in-order"], values=True))
 def test_backward_of_long_full_masks(options: Case) -> None:
-    options = dict(options)
-    given = {"deterministic": options.pop("deterministic", False), "capability": H100, "as_long": True}
-    call = drawn([130], [140], **options)
-    backward.check(call, backward.Interpreted(random.Random(0), **given), through_lse=True)
+    given = dict(options)
+    asked = {"deterministic": given.pop("deterministic", False), "as_long": True, "through_lse": True}
+    check_backward(drawn([130], [140], **given), **asked)
 
 
 @pytest.mark.slow
@@ -172,8 +179,8 @@ def test_blocks_of_64(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_CELLS", 0)
     call = with_blocks(drawn([300], [260], head_dim=head_dim), 64)
     assert forward.planned(call, H100)[0].features.half_blocks
-    forward.check(call, random.Random(0), capability=H100)
-    backward.check(call, backward.Interpreted(random.Random(0), capability=H100))
+    check_forward(call)
+    check_backward(call)
 
 
 @pytest.mark.slow
@@ -185,8 +192,7 @@ def test_sums_in_fixed_point(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     found = []
     for seed in range(2):
         torch.manual_seed(1)  # of dO
-        backend = backward.Interpreted(random.Random(seed), capability=H100, deterministic=True)
-        found.append(backward.check(call, backend))
+        found.append(check_backward(call, seed, deterministic=True))
     assert all(bitwise_equal(found[1][name], x) for name, x in found[0].items())
 
 
@@ -198,8 +204,7 @@ def test_turns() -> None:
     for lagging in (None, {3}, {1}, {1, 2}):
         torch.manual_seed(1)  # of dO
         lags = None if lagging is None else frozenset(lagging)
-        backend = backward.Interpreted(random.Random(0), capability=H100, deterministic=True, lagging=lags)
-        found.append(backward.check(call, backend))
+        found.append(check_backward(call, deterministic=True, lagging=lags))
     assert all(bitwise_equal(other[name], x) for other in found[1:] for name, x in found[0].items())
 
 
