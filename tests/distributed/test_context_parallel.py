@@ -332,13 +332,6 @@ def test_the_benchmark_of_ranks(alone: bool, tmp_path: Path, capfd: pytest.Captu
     assert again.startswith("documents, 20 a rank, pack 0, forward: ")
 
 
-def test_the_benchmark_of_no_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """It measured nothing, and said nothing."""
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["context-parallel", "--ranks", "0"])
-    assert "argument --ranks: expected a number, 1 or more, got '0'" in capsys.readouterr().err
-
-
 def test_rates_are_those_of_one_gpu() -> None:
     """Ranks share the work; the one GPU that has all rows does all of it."""
     case = CaseReport(

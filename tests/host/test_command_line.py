@@ -38,6 +38,8 @@ benchmarks context-parallel --model /dev/null/x
     argument --model: expected a folder, got '/dev/null/x'
 benchmarks context-parallel --record /dev/null
     argument --record: /dev/null is no record of ranks (JSON
+benchmarks context-parallel --ranks 0
+    argument --ranks: expected a number, 1 or more, got '0'
 benchmarks.plot /dev/null
     argument results: /dev/null is no record of a suite (JSONDecodeError:
 benchmarks.host calls --device tpu
@@ -76,6 +78,12 @@ flash_attn_cute.profile ncu --skip -1
     argument --skip: expected a number, 0 or more, got '-1'
 flash_attn_cute.profile workload --heads two
     argument --heads: expected a number, 1 or more, got 'two'
+flash_attn_cute.profile workload --heads 0
+    argument --heads: expected a number, 1 or more, got '0'
+flash_attn_cute.profile workload --seqlen -3
+    argument --seqlen: expected a number, 1 or more, got '-3'
+flash_attn_cute.profile workload --documents 4,0
+    argument --documents: expected a number, 1 or more, got '0'
 flash_attn_cute.profile workload --documents 1,,2
     argument --documents: expected a number, 1 or more
 flash_attn_cute.sparsity plot documents --document 0

@@ -125,14 +125,6 @@ def test_a_workload_that_is_too_large_is_refused(tool: str, monkeypatch: pytest.
     assert capsys.readouterr().err == f"python -m flash_attn_cute.profile {tool}: CUDA out of memory\n"
 
 
-@pytest.mark.parametrize("arguments", [["--heads", "0"], ["--documents", "4,0"], ["--seqlen", "-3"]], ids=str)
-def test_workload_refuses_what_is_not_positive(arguments: list[str], capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        workload.main(arguments)
-    assert stopped.value.code == 2
-    assert "expected a number, 1 or more, got" in capsys.readouterr().err
-
-
 # What PyTorch's profiler records
 
 KERNEL = "kernel_cutlass_kernel_flash_attn_cutekernelssm90forwardForwardSm90_object_at__0"

@@ -20,13 +20,12 @@ from lab.interpreter import FaultError, Lagging, Program, scheduling
 from lab.lint import check, lint
 from lab.ptx import tree
 from tests.lib import masks
-from tests.lib.checks import random_call
 from tests.lib.compiled import code_for
 from tests.lib.configurations import bias_gradient, chosen, forward_paired, paired
 from tests.lib.interpreted import backward, common, forward
 from tests.lib.interpreted.backward import Interpreted, execute
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
-from tests.lib.interpreted.common import B200, H100
+from tests.lib.interpreted.common import B200, H100, dense
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 
@@ -35,7 +34,7 @@ SEEDS = 16  # schedules, at most, under which a bug is to show
 
 def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
     """A call whose blocks of keys, worked on from the last to the first, have larger scores each time."""
-    call = random_call(lengths_q, lengths_k, packed=False, dtype=torch.bfloat16, **options)
+    call = dense(lengths_q, lengths_k, **options)()
     with torch.no_grad():
         call.q[:, ::3] *= 8
         call.k *= torch.linspace(4, 0.1, call.k.shape[1], dtype=call.k.dtype)[:, None, None]
@@ -43,9 +42,7 @@ def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
 
 
 def plain(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
-    return random_call(
-        lengths_q, lengths_k, **{"packed": False, "head_dim": 64, "nheads": 1, "dtype": torch.bfloat16, **options}
-    )
+    return dense(lengths_q, lengths_k, **{"nheads": 1, **options})()
 
 
 def listed(visible: list[list[int]], **options: Any) -> Call:

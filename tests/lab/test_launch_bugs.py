@@ -10,10 +10,9 @@ import torch
 from lab import interpreter
 from lab.bugs.launches import LAUNCHES, LaunchBug
 from lab.interpreter.host import Memory
-from tests.lib.checks import random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
-from tests.lib.interpreted.common import Executed
+from tests.lib.interpreted.common import Executed, dense
 from tests.lib.oracle import Call
 
 PLANTED = {f"{kind}: {bug.text}": bug for kind, bugs in LAUNCHES.items() for bug in bugs}
@@ -21,8 +20,7 @@ PLANTED = {f"{kind}: {bug.text}": bug for kind, bugs in LAUNCHES.items() for bug
 
 def call(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"packed": False, "head_dim": 64, "nheads": 2, "dtype": torch.bfloat16}
-    return random_call(lengths_q, lengths_k, **given | options)
+    return dense(lengths_q, lengths_k, **options)()
 
 
 def run_forward(given: Call, **options: Any) -> None:

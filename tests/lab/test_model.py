@@ -3,17 +3,16 @@
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig, backward_config
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, SHARED_MEMORY, TARGETS
-from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.model import __main__ as command_line
 from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
@@ -24,6 +23,7 @@ from lab.model.record import Row, hopper_pass, rows
 from lab.model.simulation import DeadlockError, Needs, Products, Ring, Simulation, Unit
 from lab.model.sm import Kernel, Maker, TileWork
 from lab.model.timeline import picture
+from tests.lib import configurations
 from tests.lib.tiers import tiered
 
 COMMANDS = command_line.commands_of_page()
@@ -310,9 +310,9 @@ def test_pairs_are_chosen_where_they_pay(d: int, d_v: int, name: str, keys: int,
     cases = (Case(DESIGNS[f"backward {name}{n}-CTA"], causal, seqlen=keys) for n in (1, 2))
     alone, pair = (case.rate() for case in cases)
     lost = (keys + 2 * 128) / (keys + 128)
-    chosen = backward_config("bfloat16", d, d_v, Features(right=causal), keys=keys)
+    chosen = configurations.backward((d, d_v), "right" if causal else "", keys=keys)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
-    mirrored = backward_config("bfloat16", d, d_v, Features(left=True), keys=keys)
+    mirrored = configurations.backward((d, d_v), "left", keys=keys)
     assert not causal or mirrored.ctas_a_tile == chosen.ctas_a_tile, "a left bound alone is a right one, mirrored"
 
 
@@ -323,9 +323,8 @@ def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, qu
     """Pairs are chosen by the number of queries."""
     cases = (Case(DESIGNS[f"forward {name}{n}"], causal, seqlen=queries) for n in ("", " 2-CTA"))
     alone, pair = (case.rate() for case in cases)
-    features = Features(right=causal)
-    of_one = forward_config("bfloat16", d, d_v, features)
-    chosen = forward_config("bfloat16", d, d_v, features, queries=queries)
+    words = "right" if causal else ""
+    of_one, chosen = (configurations.chosen((d, d_v), words, queries=n) for n in (0, queries))
     lost = (queries + 2 * of_one.tile_m) / (queries + of_one.tile_m)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
 
@@ -345,12 +344,12 @@ def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, qu
 def test_pairs_are_chosen_under_windows_where_they_pay(name: str, d: int, d_v: int, window: int) -> None:
     """Where they gain more, in both readings, than a sequence of 8k loses by them that is longer by one row."""
     names = [name.format(n) for n in (1, 2)] if "{}" in name else [name, f"{name} 2-CTA"]
-    features, rows = Features(left=True, right=True), 8192
+    rows = 8192
     if name.startswith("backward"):
-        config: Any = partial(backward_config, "bfloat16", d, d_v, features, keys=rows)
+        config: Any = partial(configurations.backward, (d, d_v), "left right", keys=rows)
         of_one = config(window=0).tile_n
     else:
-        config = partial(forward_config, "bfloat16", d, d_v, features, queries=rows)
+        config = partial(configurations.chosen, (d, d_v), "left right", queries=rows)
         of_one = config(window=0).tile_m
     cases = [Case(DESIGNS[name], causal=True, window=window) for name in names]
     gains = []
@@ -424,12 +423,9 @@ def test_all_kernels_have_a_design() -> None:
     """Designs beyond them are none of a kernel, and said to be so on the page."""
     of_none = {"forward as planned", "forward 2-CTA", "backward 1-CTA, no order", "backward 2-CTA, no order"}
     assert DESIGNS.keys() - KERNELS.keys() == of_none
-    sizes = [(d, d_v) for d, d_v in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))]
     chosen: set[Any] = {KERNELS["forward, a bias"]}
-    for d, d_v in sizes:
-        for length in (0, 8192):
-            chosen |= {forward_config("bfloat16", d, d_v, Features(), queries=length)}
-            chosen |= {backward_config("bfloat16", d, d_v, Features(), keys=length)}
+    for size, length in product((64, 128, (192, 128), 192, 256), (0, 8192)):
+        chosen |= {configurations.chosen(size, queries=length), configurations.backward(size, keys=length)}
     assert chosen == set(KERNELS.values())
 
 
