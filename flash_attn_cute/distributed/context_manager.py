@@ -14,7 +14,7 @@ from flash_attn_cute.calls.attend import replaced
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.distributed import public_functions, rank_agreement
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
-from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
+from flash_attn_cute.distributed.process_groups import Group, Place, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension, check_sequence
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.problem.spec import AttentionInputs, Options, Results
@@ -64,29 +64,18 @@ def context_parallel(
             neither a process group nor a mesh.
         ValueError: neither buffers nor a sharding; not as many dimensions as buffers; a buffer that requires gradients
             or has another number of rows; one not to be restored that is no buffer; a sharding or a method that does
-            not fit the mesh. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
+            not fit the mesh. With ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does, and if they
+            disagree. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
     """
     given = [] if buffers is None else list(check_sequence("buffers", buffers))
     dims = [] if buffer_seq_dims is None else list(check_sequence("buffer_seq_dims", buffer_seq_dims))
     kept = [] if no_restore_buffers is None else list(check_sequence("no_restore_buffers", no_restore_buffers))
     place = grid(dimensions(mesh), method).place
-    if len(dims) != len(given):
-        raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
-    for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
-        _check_buffer(f"buffers[{i}]", x, dim)
-    if any(all(x is not buffer for buffer in given) for x in kept):
-        raise ValueError("no_restore_buffers: expected some of buffers, got another tensor")
-    if sharding is None:
-        if not given:
-            raise ValueError("buffers: expected at least one, whose rows are the sequence, got none and no sharding")
-        sharding = _balanced(given[0].shape[dims[0]], place.size)
-    check_sharding("sharding", sharding, place, dense=False)
-    check_method(method, place)
-    for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
-        if x.shape[dim] != sharding.total:
-            raise ValueError(
-                f"buffers[{i}]: expected {sharding.total} rows in dimension {dim}, got shape {tuple(x.shape)}"
-            )
+    sharding = rank_agreement.on_all_ranks(
+        mesh,
+        lambda: _checked_sharding(given, dims, kept, sharding, place, method),
+        lambda found: {"sharding": rank_agreement.layout_of(found), "method": method},
+    )
     shards = [sharding.shard(x, place.rank, dim) for x, dim in zip(given, dims, strict=True)]
     with ExitStack() as restored:
         for x, shard in zip(given, shards, strict=True):
@@ -101,6 +90,30 @@ def context_parallel(
         restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]
         yield sharding
+
+
+def _checked_sharding(
+    buffers: list[Tensor], dims: list[int], kept: list[Tensor], sharding: Sharding | None, place: Place, method: str
+) -> Sharding:
+    """Checks the arguments of ``context_parallel``, and returns the sharding that is given or the default one."""
+    if len(dims) != len(buffers):
+        raise ValueError(f"buffer_seq_dims: expected {len(buffers)}, one a buffer, got {len(dims)}")
+    for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        _check_buffer(f"buffers[{i}]", x, dim)
+    if any(all(x is not buffer for buffer in buffers) for x in kept):
+        raise ValueError("no_restore_buffers: expected some of buffers, got another tensor")
+    if sharding is None:
+        if not buffers:
+            raise ValueError("buffers: expected at least one, whose rows are the sequence, got none and no sharding")
+        sharding = _balanced(buffers[0].shape[dims[0]], place.size)
+    check_sharding("sharding", sharding, place, dense=False)
+    check_method(method, place)
+    for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if x.shape[dim] != sharding.total:
+            raise ValueError(
+                f"buffers[{i}]: expected {sharding.total} rows in dimension {dim}, got shape {tuple(x.shape)}"
+            )
+    return sharding
 
 
 def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:

@@ -110,11 +110,16 @@ def disagreements() -> None:
     with pytest.raises(ValueError, match="rank 1 of the group: mask: expected what it was when the BlockMask was made"):
         context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), block_mask=written)
     rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
-    with (
-        context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
-        pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
+    for buffers, message in (
+        ([rows], r"sharding: expected the same .* layout .* on rank 1$"),
+        ([rows, torch.zeros(1, 33 if rank != 1 else 30)], r"rank 0 of the group: buffers\[1\]: expected 30 rows"),
+        ([torch.zeros(1, 30), rows], r"rank 1 of the group: buffers\[1\]: expected 30 rows in dimension 1, got shape"),
     ):
-        flash_attn_func(rows, rows, rows, causal=True)
+        with (
+            pytest.raises(ValueError, match=message),
+            context_parallel(None, buffers=buffers, buffer_seq_dims=[1] * len(buffers)),
+        ):
+            pytest.fail("the context has been entered")
     rows = torch.zeros(1, 30, 2, 8)
     with (
         context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
