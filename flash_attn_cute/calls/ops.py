@@ -338,6 +338,23 @@ def _map(
     return results, (0,) * len(results)
 
 
+@torch.library.register_vmap("flash_attn_cute::forward")
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], *call: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The rule of ``vmap`` where Dynamo has read the call, and so found the operator."""
+    return _map(torch.ops.flash_attn_cute.forward, info.batch_size, in_dims, call, call)
+
+
+@torch.library.register_vmap("flash_attn_cute::column_sums")
+def _map_column_sums(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """The rule of ``vmap`` in any mode: column sums have no gradient."""
+
+    def run(*given: Any) -> tuple[Tensor]:
+        return (torch.ops.flash_attn_cute.column_sums(*given),)
+
+    (sums,), (dim,) = _map(run, info.batch_size, in_dims, arguments, arguments[1:])
+    return sums, dim
+
+
 def _select(x: Any, dim: int | None, i: int) -> Any:
     """A slice of a tensor along the dimension that is mapped over; where there is none, zeros of a slice's shape."""
     if dim is None:

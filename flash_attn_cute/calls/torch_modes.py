@@ -139,7 +139,7 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether the transform of torch.func that is to act next is one that takes an autograd.Function.
 
-    Dynamo cannot trace ours: what it compiles has the operator, which vmap loops over and grad refuses.
+    Dynamo cannot trace ours: what it compiles has the operator, which has a rule for vmap, and which grad refuses.
     """
     if torch.compiler.is_dynamo_compiling():
         return False

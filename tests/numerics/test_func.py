@@ -103,21 +103,30 @@ def test_maps(case: str, unmapped: int | None, device: str) -> None:
     torch.testing.assert_close(got, tuple(torch.stack(x) for x in expected))
 
 
-def test_a_dense_batch_is_mapped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And everything else in a loop."""
-    calls: list[str] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Passes of the portable backend, noted as they run."""
+    passes: list[str] = []
 
     class Counting(PortableBackend):
         def forward(self, *args: Any) -> Any:
-            calls.append("forward")
+            passes.append("forward")
             return super().forward(*args)
 
         def backward(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append("backward")
+            passes.append("backward")
             return super().backward(*args, **kwargs)
 
     monkeypatch.setitem(dispatch.BACKENDS, "portable", Counting())
-    for case, times in (("dense", 1), ("seqused", 1), ("everything", SIZE), ("packed", SIZE)):
+    return passes
+
+
+# Dense batches are mapped at once, all else in a loop.
+TIMES = {"dense": 1, "seqused": 1, "everything": SIZE, "packed": SIZE}
+
+
+def test_a_dense_batch_is_mapped_at_once(calls: list[str]) -> None:
+    for case, times in TIMES.items():
         loss, arguments = cases("cpu")[case]
         calls.clear()
         torch.vmap(torch.func.grad(loss))(*arguments)
@@ -167,12 +176,15 @@ def test_tracing_a_gradient_finds_both_operators() -> None:
     assert {"flash_attn_cute.forward.default", "flash_attn_cute.backward.default"} <= names
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_compiled_map() -> None:
+@pytest.mark.parametrize("case", TIMES)
+def test_compiled_maps(case: str, calls: list[str]) -> None:
     torch._dynamo.reset()
-    arguments = qkv("cpu")
-    got = torch.compile(torch.vmap(dense), backend="aot_eager", fullgraph=True)(*arguments)
-    torch.testing.assert_close(got, torch.vmap(dense)(*arguments))
+    loss, arguments = cases("cpu")[case]
+    compiled = torch.compile(torch.vmap(loss), backend="aot_eager", fullgraph=True)
+    got = plain_grads(lambda *x: compiled(*x).sum(), arguments)
+    assert sorted(calls) == ["backward"] * TIMES[case] + ["forward"] * TIMES[case]
+    torch.testing.assert_close(got, plain_grads(lambda *x: torch.vmap(loss)(*x).sum(), arguments))
+    torch.testing.assert_close(compiled(*arguments), torch.vmap(loss)(*arguments))
 
 
 def test_what_is_missing_is_said_in_a_sentence() -> None:

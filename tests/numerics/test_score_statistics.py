@@ -139,7 +139,7 @@ def test_the_operator(with_kernel: WithKernel) -> None:
     with_kernel.asked.clear()
     mapped = torch.vmap(column_sums, in_dims=(0, None, 0))(torch.stack([q, q]), k, torch.stack([lse, lse]))
     assert mapped.shape == (2, 2, 4, 20)
-    assert with_kernel.asked == [True, True]
+    assert with_kernel.asked == [True]
     with pytest.raises(NotImplementedError, match="forward-mode derivatives of attention are not implemented"):
         torch.func.jvp(lambda q: column_sums(q, k, lse), (q,), (q,))
 
