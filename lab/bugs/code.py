@@ -109,13 +109,9 @@ class Code:
         address = thread.address(number, operand)
         return address is not None and address.number in ([places[int(stage)]] if stage else places)
 
-    def behind(self, x: Instruction, opcode: str) -> Instruction:
-        """The next of a kind in the text."""
-        return next(y for y in self.instructions[self.numbers[x.start] + 1 :] if y.opcode.startswith(opcode))
-
-    def ahead(self, x: Instruction, opcode: str) -> Instruction:
-        """The one before of a kind in the text."""
-        return next(y for y in reversed(self.instructions[: self.numbers[x.start]]) if y.opcode.startswith(opcode))
+    def nearest(self, x: Instruction, opcode: str, step: int) -> Instruction:
+        """The next of a kind in the text, or the one before."""
+        return next(y for y in self.instructions[self.numbers[x.start] + step :: step] if y.opcode.startswith(opcode))
 
     def span(self, x: Instruction) -> tuple[int, int]:
         """Where an instruction is, and around a wait its loop."""
@@ -153,11 +149,11 @@ class Found:
 
     def behind(self, opcode: str) -> "Found":
         """Instructions of a kind that come next."""
-        return Found(lambda c: [c.behind(x, opcode) for x in self.look(c)])
+        return Found(lambda c: [c.nearest(x, opcode, 1) for x in self.look(c)])
 
     def ahead(self, opcode: str) -> "Found":
         """Instructions of a kind that come before."""
-        return Found(lambda c: [c.ahead(x, opcode) for x in self.look(c)])
+        return Found(lambda c: [c.nearest(x, opcode, -1) for x in self.look(c)])
 
     def left_out(self) -> "LeftOut":
         """Leaves these instructions out."""

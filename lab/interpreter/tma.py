@@ -262,6 +262,12 @@ def _check_in_a_tensor(cta: Cta, places: Array) -> None:
         raise FaultError(f"a box from {first} to {last}, outside of tensors")
 
 
+def _range(space: Array, start: int, size: int) -> slice:
+    if start < 0 or start + size > len(space) or start % 16 or size % 16:
+        raise FaultError(f"{size} bytes from {start} on, of {len(space)}")
+    return slice(start, start + size)
+
+
 def _copy_within_cluster(s: Statement) -> Effect:
     reads = [s.address(s.operands[i]) for i in (0, 1, 3)]
     size = s.source(s.operands[2], "u32")
@@ -269,16 +275,12 @@ def _copy_within_cluster(s: Statement) -> Effect:
     def ask(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
         target, source, barrier = (int(read(warp)[lane]) for read in reads)
-        num_bytes, places = int(size(warp)[lane]), []
+        num_bytes = int(size(warp)[lane])
         owner = warp.cta.owner(target)
         if owner.barrier(barrier) is None or warp.cta.owner(source) is not warp.cta:
             raise FaultError(f"from {source} to {target}")
-        for address in (target, source):
-            start = within_cta(address) - SHARED
-            if start < 0 or start + num_bytes > len(owner.shared) or start % 16 or num_bytes % 16:
-                raise FaultError(f"{num_bytes} bytes from {source} to {target}")
-            places.append(slice(start, start + num_bytes))
-        copy = BetweenCtas(warp=warp, target=owner, whole=places[0], shared=places[1], barrier=barrier)
+        whole, shared = (_range(owner.shared, within_cta(x) - SHARED, num_bytes) for x in (target, source))
+        copy = BetweenCtas(warp=warp, target=owner, whole=whole, shared=shared, barrier=barrier)
         _ask(warp, copy, is_store=False)
 
     return ask
@@ -296,15 +298,10 @@ def copy_bytes(s: Statement) -> Effect:
     def ask(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
         first, begin, size = (int(read(warp)[lane]) for read in reads)
-        places = []
-        for space, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - warp.cta.first_shared)):
-            if start < 0 or start + size > len(space) or start % 16 or size % 16:
-                raise FaultError(f"{size} bytes between {first} and {begin}")
-            places.append(slice(start, start + size))
         copy = Bytes(
             warp=warp,
-            whole=places[0],
-            shared=places[1],
+            whole=_range(warp.cta.memory, first - GLOBAL, size),
+            shared=_range(warp.cta.shared, begin - warp.cta.first_shared, size),
             added=s.kind if s.instruction.is_a("cp.reduce") else "",
             barrier=0 if barrier is None else int(barrier(warp)[lane]),
         )

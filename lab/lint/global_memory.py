@@ -54,24 +54,17 @@ def offsets_that_may_wrap(program: Program) -> Iterator[tuple[Instruction, Instr
 
 def polls(program: Program) -> Iterator[Instruction]:
     """Loads of global memory in loops that only load from the same address again, and end by what they load alone."""
-    successors, end = program.function.successors, len(program.instructions)
+    successors = program.function.successors
+    of_polls = {i for i, x in enumerate(program.instructions) if _loads(x) or x.is_a(*_OF_POLLS)}
     for number, x in enumerate(program.instructions):
         if not _loads(x):
             continue
-        changed: set[str] = set()
         seen: set[int] = set()
-        waiting = list(successors[number])
+        waiting = set(successors[number]) & of_polls
         while waiting:
-            at = waiting.pop()
-            if (
-                at in seen
-                or at == end
-                or not (_loads(program.instructions[at]) or program.instructions[at].is_a(*_OF_POLLS))
-            ):
-                continue
-            seen.add(at)
-            changed |= set(program.resolved[at].results)
-            waiting.extend(successors[at])
+            seen |= waiting
+            waiting = {after for at in waiting for after in successors[at]} & of_polls - seen
+        changed = {result for at in seen for result in program.resolved[at].results}
         if number not in seen or changed & set(program.resolved[number].sources):
             continue
         loaded = _made_of(program, seen, set(program.resolved[number].results))
@@ -201,10 +194,5 @@ class _Analysis:
         if op in ("shr", "div"):
             divisor = constants[1] or 1
             return given[0].times(Size(0, 1 / (2.0**divisor if op == "shr" and constants[1] else divisor)))
-        if op == "rem":
-            return min(given)
-        if op == "and":
-            return min(given) if any(c is not None and c >= 0 for c in constants) else max(given)
-        if op == "min":
-            return min(given)
-        return max(given, default=_UNKNOWN)
+        is_masked = op == "and" and any(c is not None and c >= 0 for c in constants)
+        return min(given) if op in ("rem", "min") or is_masked else max(given, default=_UNKNOWN)

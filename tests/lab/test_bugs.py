@@ -70,11 +70,6 @@ class Forward:
         self.bugs, self.calls, self.kernel, self.capability = bugs, calls, kernel, capability
         self.by_pairs = kernel == "ForwardPair"
 
-    @functools.cache  # noqa: B019 (there is one of each kernel)
-    def code(self, config: Any) -> Code:
-        """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, pass_of(config).schedule(config))
-
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
         config = forward.planned(call, self.capability)[0]
@@ -95,11 +90,6 @@ class Backward:
         self.bugs, self.calls, self.kernel, self.capability = bugs, calls, kernel, capability
         self.by_pairs = kernel.startswith("BackwardPair")
 
-    @functools.cache  # noqa: B019 (there is one of each kernel)
-    def code(self, config: Any) -> Code:
-        """Code of a configuration."""
-        return Code(code_for(config).ptx, self.kernel, pass_of(config).schedule(config))
-
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
         inputs, spec = common.as_given(call)
@@ -118,14 +108,10 @@ class Backward:
 class BiasGradient:
     """The kernel of a bias's gradient, alone; a CTA for each tile."""
 
+    kernel = "BiasGradient"
+
     def __init__(self, bugs: Bugs, calls: Calls):
         self.bugs, self.calls = bugs, calls
-
-    @staticmethod
-    @functools.cache
-    def code(config: Any) -> Code:
-        """Code of a configuration."""
-        return Code(code_for(config).ptx, "BiasGradient", pass_of(config).schedule(config))
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""
@@ -313,9 +299,15 @@ def call_of(kernel: str, name: str) -> Call:
     return KERNELS[kernel].calls[name]()
 
 
+@functools.cache
+def code(kernel: str, config: Any) -> Code:
+    """A kernel's code in a configuration."""
+    return Code(code_for(config).ptx, KERNELS[kernel].kernel, pass_of(config).schedule(config))
+
+
 def code_of(kernel: str, name: str) -> Code:
     """Code of the kernel that a call takes."""
-    return KERNELS[kernel].code(KERNELS[kernel].configuration(call_of(kernel, name)))
+    return code(kernel, KERNELS[kernel].configuration(call_of(kernel, name)))
 
 
 def lagging(kernel: str, bug: Bug) -> Lagging:
@@ -398,12 +390,12 @@ def test_the_tables() -> None:
 
 def test_what_does_not_fit_is_an_error() -> None:
     """A bug is never planted in another place, or in fewer of them, without anyone's notice."""
-    code = KERNELS["forward"].code(chosen(128, "right"))  # which other tests compile
+    forward_code = code("forward", chosen(128, "right"))  # which other tests compile
     with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of mma: expected 2, got those of lines \[\d+\]"):
-        code.changed(find("mma", "tcgen05.dealloc", 2).left_out())
+        forward_code.changed(find("mma", "tcgen05.dealloc", 2).left_out())
     with pytest.raises(ValueError, match=r"expected a wait, got 'mma k\.full'"):
         Bug.no_waits("mma k.full")
     with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):
-        code.changed(waits("softmax", "k.full").left_out())
+        forward_code.changed(waits("softmax", "k.full").left_out())
     with pytest.raises(ValueError, match="128 fits 0 times, not once"):
-        code.changed(find("mma", "tcgen05.dealloc").rewritten("128", "256"))
+        forward_code.changed(find("mma", "tcgen05.dealloc").rewritten("128", "256"))
