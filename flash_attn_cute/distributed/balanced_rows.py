@@ -47,40 +47,36 @@ class Band(NamedTuple):
         return _sum_clamped(start + self.upper + 1, stop + self.upper + 1, seqlen_k) - hidden
 
 
+class Document(NamedTuple):
+    """Rows of a document, the first of them counted over all packed rows."""
+
+    start: int
+    queries: int  # real ones
+    keys: int
+    owned: int  # rows that are no padding; those behind the queries cost nothing
+
+
 def balanced_rows(
-    offsets: Sequence[int],
-    total: int,
-    used_q: Sequence[int],
-    used_k: Sequence[int],
-    owned: Sequence[int],
-    windows: Sequence[validate.Window],
-    num_ranks: int,
+    documents: Sequence[Document], total: int, windows: Sequence[validate.Window], num_ranks: int
 ) -> list[list[DocumentRows]]:
     """The rows of each rank, unordered; some of them are empty.
 
     Args:
-        offsets: where each document starts and, last, where all of them end.
-        total: the rows, padding behind the last document included.
-        used_q: the real queries of each document.
-        used_k: the real keys of each document.
-        owned: the rows of each document that are no padding, used_q or more of them. Those behind the queries cost
-            nothing.
+        documents: in the order of their rows.
+        total: the rows, padding included.
         windows: (left, right) each, ``causal`` folded in; ranks are in balance under each of them.
         num_ranks: at least 1.
     """
-    bands = [tuple(Band.of(window, *lengths) for window in windows) for lengths in zip(used_q, used_k, strict=True)]
-    without_queries = [
-        *_rows_without_queries(offsets, used_q, owned, bands),
-        *_padding(offsets, owned, total, len(windows)),
-    ]
+    bands = [tuple(Band.of(window, x.queries, x.keys) for window in windows) for x in documents]
+    without_queries = list(_rows_without_queries(documents, total, len(windows)))
 
     def assigned(*, by_slope: bool) -> list[list[DocumentRows]]:
-        return _assign([*_row_runs(offsets, used_q, used_k, bands, by_slope=by_slope), *without_queries], num_ranks)
+        return _assign([*_row_runs(documents, bands, by_slope=by_slope), *without_queries], num_ranks)
 
     # Under a window, runs of rows have fewer neighbours than pairs of rows. Only a document's first rows cost less.
     if all(left is not None for left, _ in windows):
         uncut = assigned(by_slope=False)
-        if _imbalance(uncut, offsets, used_q, used_k, bands) <= _ACCEPTED_IMBALANCE:
+        if _imbalance(uncut, documents, bands) <= _ACCEPTED_IMBALANCE:
             return uncut
     return assigned(by_slope=True)
 
@@ -141,43 +137,31 @@ class _RowRun:
         return (count - count // 2, count // 2) if self.in_pairs else (count, 0)
 
 
-def _row_runs(
-    offsets: Sequence[int],
-    used_q: Sequence[int],
-    used_k: Sequence[int],
-    bands: Sequence[tuple[Band, ...]],
-    *,
-    by_slope: bool,
-) -> Iterable[_RowRun]:
+def _row_runs(documents: Sequence[Document], bands: Sequence[tuple[Band, ...]], *, by_slope: bool) -> Iterable[_RowRun]:
     """One run a document; by slope, runs whose rows, or whose pairs of an early and a late row, cost the same."""
-    for document, (origin, length, length_k) in enumerate(zip(offsets[:-1], used_q, used_k, strict=True)):
+    for number, (document, of_document) in enumerate(zip(documents, bands, strict=True)):
+        length, length_k = document.queries, document.keys
         edges = {0, length}
         if by_slope:
             # Either end of a query's keys moves with the query while it is between the document's ends.
-            ends = [(band.lower, None if band.upper is None else band.upper + 1) for band in bands[document]]
+            ends = [(band.lower, None if band.upper is None else band.upper + 1) for band in of_document]
             corners = {1 - end + shift for pair in ends for end in pair if end is not None for shift in (0, length_k)}
             edges |= {corner for corner in corners if 0 < corner < length}
         for start, stop in itertools.pairwise(sorted(edges)):
             slopes = any(
-                band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k) for band in bands[document]
+                band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k) for band in of_document
             )
-            yield _RowRun(document, origin, start, stop, bands[document], length_k, in_pairs=by_slope and slopes)
+            yield _RowRun(number, document.start, start, stop, of_document, length_k, in_pairs=by_slope and slopes)
 
 
-def _rows_without_queries(
-    offsets: Sequence[int], used_q: Sequence[int], owned: Sequence[int], bands: Sequence[tuple[Band, ...]]
-) -> Iterable[_RowRun]:
-    """Runs of rows of documents that have keys alone."""
-    for document, (origin, start, stop) in enumerate(zip(offsets[:-1], used_q, owned, strict=True)):
-        yield _RowRun(document, origin, start, stop, bands[document], 0, in_pairs=False)
-
-
-def _padding(offsets: Sequence[int], owned: Sequence[int], total: int, num_windows: int) -> Iterable[_RowRun]:
-    """Runs of rows that no document owns."""
-    stops = [start + length for start, length in zip(offsets[:-1], owned, strict=True)]
-    bands = (Band(None, None),) * num_windows
-    for start, stop in zip((0, *stops), (*offsets[:-1], total), strict=True):
-        yield _RowRun(-1, 0, start, stop, bands, 0, in_pairs=False)
+def _rows_without_queries(documents: Sequence[Document], total: int, num_windows: int) -> Iterable[_RowRun]:
+    """Runs of rows of documents that have keys alone, and of rows that no document owns."""
+    bands, end = (Band(None, None),) * num_windows, 0
+    for number, (start, queries, _, owned) in enumerate(documents):
+        yield _RowRun(-1, 0, end, start, bands, 0, in_pairs=False)
+        yield _RowRun(number, start, queries, owned, bands, 0, in_pairs=False)
+        end = start + owned
+    yield _RowRun(-1, 0, end, total, bands, 0, in_pairs=False)
 
 
 class _RunsByCost:
@@ -265,20 +249,17 @@ def _assign(runs: Iterable[_RowRun], num_ranks: int) -> list[list[DocumentRows]]
 
 
 def _imbalance(
-    rows: Sequence[Sequence[DocumentRows]],
-    offsets: Sequence[int],
-    used_q: Sequence[int],
-    used_k: Sequence[int],
-    bands: Sequence[tuple[Band, ...]],
+    rows: Sequence[Sequence[DocumentRows]], documents: Sequence[Document], bands: Sequence[tuple[Band, ...]]
 ) -> float:
     """The excess of the largest area of a rank, under any window, as a part of the mean."""
     areas = [[0] * len(rows) for _ in bands[0]] if bands else []
     for rank, own in enumerate(rows):
-        for document, *ends in own:
-            if document >= 0:
-                start, stop = (min(row - offsets[document], used_q[document]) for row in ends)
-                for of_window, band in zip(areas, bands[document], strict=True):
-                    of_window[rank] += band.area(start, stop, used_k[document])
+        for number, *ends in own:
+            if number >= 0:
+                document = documents[number]
+                start, stop = (min(row - document.start, document.queries) for row in ends)
+                for of_window, band in zip(areas, bands[number], strict=True):
+                    of_window[rank] += band.area(start, stop, document.keys)
     return max((max(each) * len(rows) / sum(each) - 1 for each in areas if sum(each)), default=0.0)
 
 

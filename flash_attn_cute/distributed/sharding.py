@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls import validate
-from flash_attn_cute.distributed.balanced_rows import Band, balanced_rows
+from flash_attn_cute.distributed.balanced_rows import Band, Document, balanced_rows
 from flash_attn_cute.problem.spec import as_int, check_int
 from flash_attn_cute.runtime import kept
 
@@ -188,7 +188,8 @@ class Sharding:
         windows = [checked_window(causal, pair) for pair in pairs]
         is_shared = cu_seqlens_k is None and seqused_k is not None
         owned = tuple(map(max, used_q, used_k)) if is_shared else used_q
-        rows = balanced_rows(offsets, total, used_q, used_k, owned, windows, num_ranks)
+        documents = list(itertools.starmap(Document, zip(offsets[:-1], used_q, used_k, owned, strict=True)))
+        rows = balanced_rows(documents, total, windows, num_ranks)
         layout = cls(offsets, total, tuple(_tidy(Segment(*r) for r in of_rank) for of_rank in rows))
         return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 
