@@ -160,9 +160,10 @@ IDENTITY = {"kind": "a kernel", "config": {"tile": 64}}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder of compiled kernels that has one entry, of that name and identity."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of compiled kernels, which has one entry, of that name and identity."""
     path = tmp_path / "kernels"
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(path))
     with disk.Folder(path) as opened:
         opened.write(NAME, IDENTITY, b"code")
     return path

@@ -1,7 +1,6 @@
 """Explanations of calls, without a GPU. ``test_cute_backend.py`` compares them with launches."""
 
 import inspect
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
@@ -14,12 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests.lib.checks import offsets
+from tests.lib.refusals import assert_refused, refusals
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,14 @@ def _nothing_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 def low(*shape: int, device: str = "cpu") -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+
+def planned(*args: Any, **options: Any) -> tuple[PassPlan, PassPlan]:
+    """Both passes of a call on a Hopper GPU."""
+    explained = explain(*args, gpu="sm90", **options)
+    assert explained.forward is not None
+    assert explained.backward is not None
+    return explained.forward, explained.backward
 
 
 def test_a_call_on_a_cpu() -> None:
@@ -58,33 +67,22 @@ def test_what_a_hopper_gpu_would_do() -> None:
     q = low(2, 4096, 16, 128)
     explained = explain(q, q, q, gpu="sm90")
     assert (explained.backend, dict(explained.passed_over), explained.num_sms) == ("sm90", {}, 132)
-    assert explained.forward is not None
-    assert explained.backward is not None
-    architecture = ARCHITECTURES["sm90"]
-    assert explained.forward.config == architecture.passes["forward"].configure(
-        "bfloat16", 128, 128, explained.forward.config.features
-    )
-    assert (explained.forward.tile_m, explained.forward.tile_n) == (
-        explained.forward.config.tile_m,
-        explained.forward.config.tile_n,
-    )
-    assert (explained.forward.persistent, explained.forward.packed, explained.forward.cluster) == (
-        explained.forward.config.persistent,
-        False,
-        1,
-    )
-    assert explained.backward.workspace_bytes > 0
-    assert not explained.backward.deterministic
-    in_order = explain(q, q, q, gpu="sm90", deterministic=True).backward
-    assert in_order is not None
-    assert in_order.deterministic
+    forward, backward = planned(q, q, q)
+    assert (explained.forward, explained.backward) == (forward, backward)
+    config = forward.config
+    assert config == ARCHITECTURES["sm90"].passes["forward"].configure("bfloat16", 128, 128, config.features)
+    assert (forward.tile_m, forward.tile_n) == (config.tile_m, config.tile_n)
+    assert (forward.persistent, forward.packed, forward.cluster) == (config.persistent, False, 1)
+    assert backward.workspace_bytes > 0
+    assert not backward.deterministic
+    assert planned(q, q, q, deterministic=True)[1].deterministic
     invariant = str(explain(q, q, q, gpu="sm90", deterministic="invariant"))
     assert 'd = 128; deterministic="invariant"\n' in invariant
     assert invariant.count("deterministic, the same bits in any packing") == 2
     text = str(explained)
     assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
-    assert f"forward: tiles of {explained.forward.tile_m} queries, blocks of {explained.forward.tile_n} keys" in text
-    assert f"heads_in_cache = {explained.backward.numbers.heads_in_cache}" in text
+    assert f"forward: tiles of {forward.tile_m} queries, blocks of {forward.tile_n} keys" in text
+    assert f"heads_in_cache = {backward.numbers.heads_in_cache}" in text
 
 
 def test_kernels_that_have_to_be_asked_for() -> None:
@@ -100,9 +98,8 @@ def test_kernels_that_have_to_be_asked_for() -> None:
 def test_clusters_and_determinism() -> None:
     q = low(2, 100, 4, 256)
     for deterministic in (False, True):
-        explained = explain(q, q, q, gpu="sm90", deterministic=deterministic).backward
-        assert explained is not None
-        assert (explained.cluster, explained.deterministic) == (2, deterministic)
+        _, backward = planned(q, q, q, deterministic=deterministic)
+        assert (backward.cluster, backward.deterministic) == (2, deterministic)
     text = str(explain(q, q, q, gpu="sm90"))
     assert "clusters of 2 CTAs" in text
     assert "not deterministic" in text
@@ -111,15 +108,11 @@ def test_clusters_and_determinism() -> None:
 def test_padding_means_packed_sequences() -> None:
     q, used = low(2, 100, 4, 64), torch.tensor([3, 100], dtype=torch.int32)
     for given, packed in ((None, False), (used, True)):
-        explained = explain(q, q, q, gpu="sm90", causal=True, seqused_q=given, seqused_k=given)
-        assert explained.forward is not None
-        assert explained.backward is not None
-        assert (explained.forward.packed, explained.backward.packed) == (packed, packed)
+        passes = planned(q, q, q, causal=True, seqused_q=given, seqused_k=given)
+        assert [each.packed for each in passes] == [packed, packed]
     # Queries that see no key are sequences of their own in the backward pass.
-    few = explain(q, q[:, :50], q[:, :50], gpu="sm90", causal=True)
-    assert few.forward is not None
-    assert few.backward is not None
-    assert (few.forward.packed, few.backward.packed) == (False, True)
+    passes = planned(q, q[:, :50], q[:, :50], causal=True)
+    assert [each.packed for each in passes] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake", "in a mode"])
@@ -162,10 +155,8 @@ def test_equal_offsets_are_seen() -> None:
 
 def test_nested_tensors() -> None:
     q = torch.nested.nested_tensor([low(3, 4, 64), low(8, 4, 64)], layout=torch.jagged)
-    explained = explain(q, q, q, gpu="sm90")
-    assert explained.forward is not None
-    assert explained.forward.packed
-    assert explained.backend == "sm90"
+    assert planned(q, q, q)[0].packed
+    assert explain(q, q, q, gpu="sm90").backend == "sm90"
 
 
 def test_autocast() -> None:
@@ -195,25 +186,37 @@ def test_the_keywords_are_those_of_the_calls() -> None:
     assert explained.keys() - inspect.signature(flash_attn_varlen_func).parameters.keys() == {"gpu"}
 
 
-def test_errors_are_those_of_the_call() -> None:
-    q, cu = low(2, 5, 4, 64), offsets([5, 5])
-    flat = q.flatten(0, 1)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-        ((q, q, q.float()), {}, TypeError, "v: expected the dtype of q"),
-        ((q, q, None), {}, TypeError, "v: expected a torch.Tensor, got NoneType"),
-        ((None, q, q), {}, TypeError, "q: expected a torch.Tensor, got NoneType"),
-        ((q, q, q), {"causal": 1}, TypeError, "causal: expected a bool, got 1"),
-        ((q, q, q), {"backend": "none"}, ValueError, "backend: expected None or one of"),
-        ((q, q, q), {"backend": "sm90"}, ValueError, "which cannot: tensors on cpu"),
-        ((q, q, q.to("meta")), {}, ValueError, "v: expected the device of q, cpu, got meta"),
-        ((flat, flat, flat, cu, cu, 5), {}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got None"),
-        ((flat, flat, flat, cu, None, 5, 5), {}, TypeError, "cu_seqlens_k: expected a torch.Tensor, got NoneType"),
-        ((q, q, q), {"gpu": "sm10"}, ValueError, "gpu: expected None or one of ['sm90', 'sm100'], got 'sm10'"),
-        ((q, q, q), {"gpu": ["sm90"]}, ValueError, "gpu: expected None or one of ['sm90', 'sm100'], got ['sm90']"),
-    ]
-    for arguments, options, error, message in calls:
-        with pytest.raises(error, match=re.escape(message)):
-            explain(*arguments, **options)
+Q, CU = low(2, 5, 4, 64), offsets([5, 5])
+FLAT = Q.flatten(0, 1)
+REFUSED = """
+explain(Q, Q, Q.float())
+    TypeError: v: expected the dtype of q
+explain(Q, Q, None)
+    TypeError: v: expected a torch.Tensor, got NoneType
+explain(None, Q, Q)
+    TypeError: q: expected a torch.Tensor, got NoneType
+explain(Q, Q, Q, causal=1)
+    TypeError: causal: expected a bool, got 1
+explain(Q, Q, Q, backend="none")
+    ValueError: backend: expected None or one of
+explain(Q, Q, Q, backend="sm90")
+    ValueError: ... which cannot: tensors on cpu
+explain(Q, Q, Q.to("meta"))
+    ValueError: v: expected the device of q, cpu, got meta
+explain(FLAT, FLAT, FLAT, CU, CU, 5)
+    TypeError: max_seqlen_k: expected an int or a 0-d tensor, got None
+explain(FLAT, FLAT, FLAT, CU, None, 5, 5)
+    TypeError: cu_seqlens_k: expected a torch.Tensor, got NoneType
+explain(Q, Q, Q, gpu="sm10")
+    ValueError: gpu: expected None or one of ['sm90', 'sm100'], got 'sm10'
+explain(Q, Q, Q, gpu=["sm90"])
+    ValueError: gpu: expected None or one of ['sm90', 'sm100'], got ['sm90']
+"""
+
+
+@refusals(REFUSED)
+def test_errors_are_those_of_the_call(call: str, error: str) -> None:
+    assert_refused(call, error, globals())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

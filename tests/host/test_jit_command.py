@@ -28,10 +28,10 @@ from tests.lib.kernel_processes import CONFIG, Compiler
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+Capture = pytest.CaptureFixture[str]
 
-def test_list(
-    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+
+def test_list(compiler: Compiler, tmp_path: Path, capsys: Capture) -> None:
     assert command.main(["list"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/kernels: 0 kernels, 0.0 MB\n"
     assert not (tmp_path / "kernels").exists()
@@ -50,19 +50,15 @@ def test_list(
     assert "unusable" in lines[2]
 
 
-def test_list_has_entries_of_other_versions(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+def test_list_has_entries_of_other_versions(folder: Path, capsys: Capture) -> None:
     with disk.Folder(folder) as opened:
         opened.write(NAME, {"kind": "Forward", "config": {"d": 64}}, b"code")
     assert command.main(["list"]) == 0
     assert "of another version of the package" in capsys.readouterr().out.splitlines()[1]
 
 
-def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear(folder: Path, capsys: Capture) -> None:
     """Other files stay: the variable may name a home directory."""
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
     ours = [f"{NAME}.kernel", f"{NAME}.lock", f"{NAME}.{'0' * 16}.tmp"]
     others = ["notes.txt", "short.kernel", f"{NAME}.kernel.bak", f"x{NAME}.kernel", f"{NAME}.tmp"]
     for name in ours + others:
@@ -75,7 +71,7 @@ def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{folder}: 0 kernels removed\n"
 
 
-def test_warm(warm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm(warm: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
     arguments = ["warm", "--head-dims", "64", "40", "--masks", "full", "--layouts", "dense", "--jobs", "1"]
     assert command.main([*arguments, "--passes", "forward"]) == 0
@@ -95,7 +91,7 @@ def test_a_pass_in_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Where calls would go on with a warning, there is nothing left to do."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "file"))
@@ -111,7 +107,7 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     ],
 )
 def test_the_first_error_ends_warming(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     begun: list[Any] = []
     is_over = threading.Event()
@@ -217,7 +213,7 @@ def test_what_is_warmed() -> None:
         ("--masks", "round"),
     ],
 )
-def test_wrong_options(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(option: str, value: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as stopped:
         command.parser().parse_args(["warm", option, value])
     assert stopped.value.code == 2
@@ -225,7 +221,7 @@ def test_wrong_options(option: str, value: str, capsys: pytest.CaptureFixture[st
 
 
 def test_gradients_of_biases_are_of_calls_with_biases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path))
     for others in ([], ["forward"]):
@@ -236,27 +232,21 @@ def test_gradients_of_biases_are_of_calls_with_biases(
 @pytest.mark.parametrize("name", ["list", "warm", "clear"])
 @pytest.mark.parametrize(("value", "complaint"), [("0", "while it is 0"), ("here", "an absolute path")])
 def test_commands_need_a_folder(
-    name: str, value: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, value: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", value)
     assert command.main([name]) == 1
     assert complaint in capsys.readouterr().err
 
 
-def test_bundling_needs_the_compiler(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+def test_bundling_needs_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "cutlass", None)
     key._compiler.cache_clear()
     assert command.main(["bundle", str(folder / "bundles")]) == 1
     assert "nvidia-cutlass-dsl, which cannot be imported" in capsys.readouterr().err
 
 
-def test_commands_refuse_unsafe_folders(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+def test_commands_refuse_unsafe_folders(folder: Path, capsys: Capture) -> None:
     folder.chmod(0o777)
     for name in ("list", "clear"):
         assert command.main([name]) == 1
