@@ -28,6 +28,7 @@ from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations.transformers import register
 from flash_attn_cute.integrations.varlen import varlen_attn
 from tests.lib import ranks
+from tests.lib.refusals import assert_refused, refusals
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -224,47 +225,47 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"buffers": [torch.ones(4)]}, ValueError, "buffer_seq_dims: expected 1, one a buffer, got 0"),
-        ({}, ValueError, "buffers: expected at least one"),
-        ({"buffers": [], "buffer_seq_dims": 0}, TypeError, "buffer_seq_dims: expected a sequence, got 0"),
-        ({"buffers": [[1]], "buffer_seq_dims": [0]}, TypeError, r"buffers\[0\]: expected a tensor, got list"),
-        (
-            {"buffers": [torch.ones(4, requires_grad=True)], "buffer_seq_dims": [0]},
-            ValueError,
-            r"buffers\[0\]: expected a tensor that requires no gradient",
-        ),
-        (
-            {"buffers": [torch.ones(4), torch.ones(2, 5)], "buffer_seq_dims": [0, 1]},
-            ValueError,
-            r"buffers\[1\]: expected 4 rows in dimension 1, got shape \(2, 5\)",
-        ),
-        (
-            {"buffers": [torch.ones(4)], "buffer_seq_dims": [1]},
-            ValueError,
-            r"buffers\[0\]: expected a dimension 1 of rows, got shape \(4,\)",
-        ),
-        (
-            {"buffers": [torch.ones(4)], "buffer_seq_dims": [0], "no_restore_buffers": {torch.ones(4)}},
-            ValueError,
-            "no_restore_buffers: expected some of buffers",
-        ),
-        ({"sharding": Sharding.balanced([0, 4], 2)}, ValueError, "sharding: expected one over the 1 ranks"),
-        ({"sharding": [0, 4]}, TypeError, "sharding: expected a Sharding, .* got list$"),
-        (
-            {"buffers": [torch.ones(4)], "buffer_seq_dims": [0], "method": "alltoall"},
-            ValueError,
-            "method: expected one of",
-        ),
-    ],
-)
-def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    buffers = [x.shape for x in given.get("buffers", ()) if isinstance(x, Tensor)]
-    with pytest.raises(error, match=message), context_parallel(None, **given):
-        pytest.fail("the context has been entered")
-    assert buffers == [x.shape for x in given.get("buffers", ()) if isinstance(x, Tensor)]
+ROWS = torch.ones(4)
+REFUSED = """
+entered(buffers=[ROWS])
+    ValueError: buffer_seq_dims: expected 1, one a buffer, got 0
+entered()
+    ValueError: buffers: expected at least one
+entered(buffers=[], buffer_seq_dims=0)
+    TypeError: buffer_seq_dims: expected a sequence, got 0
+entered(buffers=[[1]], buffer_seq_dims=[0])
+    TypeError: buffers[0]: expected a tensor, got list
+entered(buffers=[torch.ones(4, requires_grad=True)], buffer_seq_dims=[0])
+    ValueError: buffers[0]: expected a tensor that requires no gradient
+entered(buffers=[ROWS, torch.ones(2, 5)], buffer_seq_dims=[0, 1])
+    ValueError: buffers[1]: expected 4 rows in dimension 1, got shape (2, 5)
+entered(buffers=[ROWS], buffer_seq_dims=[1])
+    ValueError: buffers[0]: expected a dimension 1 of rows, got shape (4,)
+entered(buffers=[ROWS], buffer_seq_dims=[0], no_restore_buffers={ROWS})
+    ValueError: no_restore_buffers: expected some of buffers
+entered(sharding=Sharding.balanced([0, 4], 2))
+    ValueError: sharding: expected one over the 1 ranks
+entered(sharding=[0, 4])
+    TypeError: sharding: expected a Sharding, ... got list
+entered(buffers=[ROWS], buffer_seq_dims=[0], method="alltoall")
+    ValueError: method: expected one of
+"""
+
+
+def entered(**given: Any) -> None:
+    """Enters a context, and sees that buffers are as they were."""
+    buffers = [x for x in given.get("buffers", ()) if isinstance(x, Tensor)]
+    shapes = [x.shape for x in buffers]
+    try:
+        with context_parallel(None, **given):
+            pytest.fail("the context has been entered")
+    finally:
+        assert shapes == [x.shape for x in buffers]
+
+
+@refusals(REFUSED)
+def test_wrong_arguments(call: str, error: str) -> None:
+    assert_refused(call, error, globals())
 
 
 def test_models_that_find_documents_by_themselves() -> None:
