@@ -46,13 +46,17 @@ def rows_of(mX: cute.Tensor, mCuSeqlens: cute.Tensor | None, mSeqUsed: cute.Tens
         return SeqRows(start, real_rows(mSeqUsed, sequence, slot), slot)
 
 
-@cute.jit
 def sequence_of_row(mCuSeqlens: cute.Tensor, row: Int32, total: Int32) -> Int32:
     """The packed sequence that a row of ``total`` belongs to: -1 before the first one, their number behind the last."""
-    low, high = Int32(-1), mCuSeqlens.shape[0]  # the answer is the last offset that is not behind the row
+    return last_of(Int32(-1), mCuSeqlens.shape[0], lambda i: offset(mCuSeqlens, i, total) <= row)
+
+
+@cute.jit
+def last_of(low: Int32, high: Int32, holds: cutlass.Constexpr) -> Int32:
+    """The last number of low .. high for which ``holds``, which it does up to some number, ``low`` at least."""
     while high - low > 1:
         middle = (low + high) // 2
-        if offset(mCuSeqlens, middle, total) <= row:
+        if holds(middle):
             low = middle
         else:
             high = middle

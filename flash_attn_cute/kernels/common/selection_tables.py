@@ -27,7 +27,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of, sequence_of_row
+from flash_attn_cute.kernels.common.lengths import SeqRows, last_of, rows_of, sequence_of_row
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, PICKS_AT_ONCE, table_parts
@@ -299,25 +299,17 @@ class PickItems:
         """Writes the items of a column with the entries start .. stop."""
         sequence, first_key, size = Int32(0), column * self.config.tile_n, a.numbers.item_picks
         if const_expr(self.config.features.packed):
-            sequence = self._sequence_of(a, column)
+            sequence = last_of(  # whose first column is not behind this one
+                sequence,
+                a.mCuSeqlensK.shape[0] - 1,
+                lambda i: _first_column(self.config, _rows_of(a, i)[1], i) <= column,
+            )
             first_key = (column - _first_column(self.config, _rows_of(a, sequence)[1], sequence)) * self.config.tile_n
         for first in cutlass.range(start, stop, size, unroll=1):
             fields = first, cutlass.min(first + size, stop), sequence, first_key
             for i in cutlass.range_constexpr(ITEM_FIELDS):
                 tables.mItems[which, item, i] = fields[i]
             item += 1
-
-    @cute.jit
-    def _sequence_of(self, a: Any, column: Int32) -> Int32:
-        """The last sequence whose first column is not behind this one."""
-        low, high = Int32(0), a.mCuSeqlensK.shape[0] - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if _first_column(self.config, _rows_of(a, middle)[1], middle) <= column:
-                low = middle
-            else:
-                high = middle
-        return low
 
 
 def _rows_of(a: Any, sequence: Int32) -> tuple[SeqRows, SeqRows]:

@@ -79,7 +79,15 @@ def row_tile(
     """
     if const_expr(mCuSeqlens is None):
         batch, slot = mX.shape[0], mX.shape[1]
-        work = _dense_tile(index, slot, heads, batch * copies, tile_m, order)
+        num_m = cute.ceil_div(slot, tile_m)
+        m_block, pair = _in_sections(index, num_m, heads * (batch * copies), order)
+        in_last = Boolean(False)
+        if const_expr(order.reverses_last):
+            in_last = pair >= order.sections * order.heads_in_cache
+        if const_expr(order.last_first):
+            if not in_last:
+                m_block = num_m - 1 - m_block
+        work = WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block, in_last)
         return work, SeqRows(Int32(0), slot, slot)
     else:
         work, start, slot = _packed_tile(index, mX.shape[0], heads, mCuSeqlens, tile_m, order)
@@ -87,21 +95,6 @@ def row_tile(
         if work.batch >= 0:
             length = real_rows(mSeqUsed, work.batch, slot)
         return work, SeqRows(start, length, slot)
-
-
-@cute.jit
-def _dense_tile(
-    index: Int32, seqlen: Int32, heads: Int32, batch: Int32, tile_m: cutlass.Constexpr, order: Order
-) -> WorkTile:
-    num_m = cute.ceil_div(seqlen, tile_m)
-    m_block, pair = _in_sections(index, num_m, heads * batch, order)
-    in_last = Boolean(False)
-    if const_expr(order.reverses_last):
-        in_last = pair >= order.sections * order.heads_in_cache
-    if const_expr(order.last_first):
-        if not in_last:
-            m_block = num_m - 1 - m_block
-    return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block, in_last)
 
 
 @cute.jit
