@@ -132,7 +132,8 @@ def drawn(kind: str, draw: random.Random, device: str, longest: int) -> Call:
 
     call = drawn_call(draw, lengths, device=device, **options)
     if has_block_mask and call.q.shape[-3] and call.k.shape[-3]:
-        call = with_block_mask(call, draw, any_order=True)
+        sets = 1 if call.cu_seqlens_q is not None else len(call.q), draw.choice([1, call.q.shape[-2], call.k.shape[-2]])
+        call = with_block_mask(call, draw, sets=sets, any_order=True)
     return call
 
 

@@ -67,7 +67,8 @@ def dense_call(length_q: int, length_k: int, batch: int, **options: Any) -> Call
 
 def random_dense(rng: random.Random, options: Case, dtype: torch.dtype, kind: str | None = None) -> Call:
     call = dense_call(rng.choice([1, 64, 130, 257]), rng.choice([1, 128, 200, 300]), 2, dtype=dtype, **options)
-    return with_block_mask(call, rng, kind)
+    heads = rng.choice([1, call.q.shape[2], call.k.shape[2]])
+    return with_block_mask(call, rng, kind, sets=(rng.choice([1, 2]), heads))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,9 @@ def test_packed(options: Case, seed: int) -> None:
     """A mask over all rows; sequences begin anywhere in its blocks."""
     rng = random.Random(f"{seed} {options}")
     lengths_q, lengths_k = ([rng.choice([0, 1, 60, 130, 130, 200]) for _ in range(4)] for _ in range(2))
-    assert_matches_oracle(with_block_mask(random_call(lengths_q, lengths_k, **options), rng))
+    call = random_call(lengths_q, lengths_k, **options)
+    sets = 1, rng.choice([1, call.q.shape[1], call.k.shape[1]])
+    assert_matches_oracle(with_block_mask(call, rng, sets=sets))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
