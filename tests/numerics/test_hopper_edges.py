@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from tests.lib.checks import (
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
+    both_passes,
+    call_on,
     gradients,
     needs_kernels,
     offsets,
     packed_or_dense,
-    random_call,
     run,
     same_bits,
     with_gradients,
@@ -33,14 +35,11 @@ needs_two = pytest.mark.skipif(
 )
 
 
-def call_of(*lengths: Any, **options: Any) -> Call:
-    shape: Case = {"nheads": 4, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
-    return random_call(*lengths, **shape | options)
+call_of = partial(call_on, "sm90")
 
 
-def both_passes(call: Call, dout: Tensor) -> dict[str, Tensor]:
-    out, lse = run(call, return_lse=True, backend="sm90")
-    return {"out": out, "lse": lse, **gradients(call, out, lse, dout, None)}
+def results_of(call: Call, dout: Tensor) -> dict[str, Tensor]:
+    return both_passes(call, dout, backend="sm90")()
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -158,8 +157,8 @@ def test_real_rows_end_with_what_a_sequence_owns(side: str, head_dim: int) -> No
     call = call_of([70, 40, 3], [60, 130, 9], head_dim=head_dim, causal=True)
     slots = getattr(call, f"cu_seqlens_{side}").diff()
     dout = torch.randn_like(call.q)
-    expected = both_passes(replace(call, **{f"seqused_{side}": slots}), dout)
-    for name, x in both_passes(replace(call, **{f"seqused_{side}": slots + 57}), dout).items():
+    expected = results_of(replace(call, **{f"seqused_{side}": slots}), dout)
+    for name, x in results_of(replace(call, **{f"seqused_{side}": slots + 57}), dout).items():
         assert bitwise_equal(x, expected[name]), name
 
 
@@ -169,7 +168,7 @@ def test_offsets_end_with_the_tensor() -> None:
         f"cu_seqlens_{x}": offsets(lengths, device="cuda") for x, lengths in (("q", [70, 500]), ("k", [60, 900]))
     }
     dout = torch.randn_like(call.q)
-    expected = both_passes(call, dout)
+    expected = results_of(call, dout)
     q, k, v = (getattr(call, name) for name in "qkv")
     out = flash_attn_varlen_func(q, k, v, **beyond, max_seqlen_q=500, max_seqlen_k=900, backend="sm90")
     for name, x in zip(("out", "dq", "dk", "dv"), with_gradients(out, (q, k, v), dout), strict=True):
