@@ -1,9 +1,8 @@
 """Helpers that tests of integrations share: their signatures, and their calls against the oracle."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -22,25 +21,25 @@ packed_attn: Any = varlen
 te: Any = transformer_engine
 
 
-# Runs a call by an integration; gives out and lse (None if it has none) in the shapes of the oracle.
-Attend: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
+def assert_served(call: Call, found: Any, truth: Call | None = None, *, through_lse: bool = False) -> None:
+    """Compares out, or out and lse, that an integration has given, and gradients, with the oracle's of ``truth``.
+
+    That is the call as the oracle knows it.
+    """
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    assert_right(call, out, lse, through_lse=through_lse, truth=truth)
 
 
-def assert_served(call: Call, attend: Attend, truth: Call | None = None, *, through_lse: bool = False) -> None:
-    """Both passes of a call equal the oracle's of ``truth``, which is the call as its oracle knows it."""
-    assert_right(call, *attend(call), through_lse=through_lse, truth=truth)
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
-    """The arguments of every call of a function of the API from now on."""
+def recorded(monkeypatch: pytest.MonkeyPatch, name: str, owner: Any = api) -> list[dict[str, Any]]:
+    """The arguments of every call of a function, of the API by default, from now on."""
     calls: list[dict[str, Any]] = []
-    function = getattr(api, name)
+    function = getattr(owner, name)
 
     def record(*args: Any, **options: Any) -> Any:
         calls.append(inspect.signature(function).bind(*args, **options).arguments)
         return function(*args, **options)
 
-    monkeypatch.setattr(api, name, record)
+    monkeypatch.setattr(owner, name, record)
     return calls
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -352,6 +353,11 @@ def assert_selections_are_captured(backend: str, block: int = 64) -> None:
         indices.random_(-1, 8)
         graph.replay()
         assert same_bits(found, both())
+
+
+def as_if_captured() -> Any:
+    """A context in which masks find a CUDA graph that captures."""
+    return patch("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
 
 
 def equal_tables(*masks: BlockMask) -> bool:

@@ -43,7 +43,7 @@ class Call:
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three of them."""
+        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     def to(self, dtype: torch.dtype) -> "Call":

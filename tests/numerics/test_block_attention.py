@@ -27,7 +27,7 @@ from tests.lib.checks import (
     run,
     same_bits,
 )
-from tests.lib.masks import KINDS, listed, masked, positions, spread, with_block_mask
+from tests.lib.masks import KINDS, as_if_captured, listed, masked, positions, spread, with_block_mask
 from tests.lib.oracle import Call
 
 DENSE: dict[str, Case] = {
@@ -291,27 +291,26 @@ def test_compile_with_indices_made_inside() -> None:
     assert counter.frame_count == 1
 
 
-def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_keep_nothing_in_masks() -> None:
     """Tables made within a CUDA graph exist when it runs: those of indices are made anew, others have to be built."""
     indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
     causal = listed(BlockMask.causal(384, 384))
     q = torch.randn(1, 384, 2, 16)
-    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
-    first = flash_attn_func(q, q, q, block_mask=indices)
-    assert not indices._rows
-    assert not indices._tables
-    searching = indices.with_order("auto")
-    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=searching))  # an order is for backward passes
-    for mask, x in ((causal, q), (searching, q.clone().requires_grad_())):
-        with pytest.raises(RuntimeError, match="block_mask: expected one that has been built"):
-            flash_attn_func(x, q, q, block_mask=mask)
-    monkeypatch.undo()
+    with as_if_captured():
+        first = flash_attn_func(q, q, q, block_mask=indices)
+        assert not indices._rows
+        assert not indices._tables
+        searching = indices.with_order("auto")
+        assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=searching))  # an order is for backward passes
+        for mask, x in ((causal, q), (searching, q.clone().requires_grad_())):
+            with pytest.raises(RuntimeError, match="block_mask: expected one that has been built"):
+                flash_attn_func(x, q, q, block_mask=mask)
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
     indices.build()
     causal.build("cpu")
-    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
-    flash_attn_func(q, q, q, block_mask=causal)
-    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
+    with as_if_captured():
+        flash_attn_func(q, q, q, block_mask=causal)
+        assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
 
 
 def test_unbuilt_masks_do_not_compile() -> None:

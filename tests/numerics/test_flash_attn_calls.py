@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface
 from tests.lib import oracle
 from tests.lib.checks import Case, bitwise_equal, gradients, longest, random_call, same_bits
-from tests.lib.integrations import Attend, alibi_truth, assert_served, recorded
+from tests.lib.integrations import alibi_truth, assert_served, recorded
 from tests.lib.oracle import Call
 
 # For calls by position from tuples, and for wrong ones, which no type checker would let pass.
@@ -60,7 +60,7 @@ def test_flash_attn(form: str, packed: bool, options: Case) -> None:
     heads["dtype"] = torch.float64
     heads |= options
     call = random_call(lengths_q, lengths_q if form == "qkv" else lengths_k, packed=packed, **heads)
-    assert_served(call, lambda call: with_flash_attn(call, form), through_lse=True)
+    assert_served(call, with_flash_attn(call, form), through_lse=True)
 
 
 @pytest.mark.parametrize(("form", "packed"), [("q k v", False), ("q k v", True), ("qkv", False), ("heads", False)])
@@ -70,25 +70,20 @@ def test_flash_attn_3(form: str, packed: bool) -> None:
     options: Case = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8, "seqused": packed}
     options |= {"dtype": torch.float64, "window_size": (3, 1), "softcap": 2.0, "softmax_scale": 0.3}
     call = random_call(lengths_q, lengths_q if form != "q k v" else lengths_k, packed=packed, **options)
-
-    def attend(call: Call) -> tuple[Tensor, Tensor]:
-        q, k, v = call.q, call.k, call.v
-        head, tail = (0.3, False, None, None, None), ((3, 1), 0, 2.0)
-        if form == "q k v":
-            where: tuple[Any, ...] = ()
-            if packed:
-                where = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20, call.seqused_q, call.seqused_k)
-            function = fa3.flash_attn_varlen_func if packed else fa3.flash_attn_func
-            out, lse = function(q, k, v, *where, *head, None, *tail, 1, None, True, 0, True)
-        elif form == "qkv":
-            out, lse = fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *head, *tail, True, None, 0, True)
-        else:
-            out, lse = fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), *head, *tail, True, 4, 0, True)
-        return out, lse
-
-    assert_served(call, attend, through_lse=True)
+    head, tail = (0.3, False, None, None, None), ((3, 1), 0, 2.0)
+    if form == "q k v":
+        where: tuple[Any, ...] = ()
+        if packed:
+            where = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20, call.seqused_q, call.seqused_k)
+        function = fa3.flash_attn_varlen_func if packed else fa3.flash_attn_func
+        found = function(*call.qkv, *where, *head, None, *tail, 1, None, True, 0, True)
+    elif form == "qkv":
+        found = fa3.flash_attn_qkvpacked_func(torch.stack(call.qkv, 2), *head, *tail, True, None, 0, True)
+    else:
+        found = fa3.flash_attn_qkvpacked_func(torch.cat(call.qkv, 2), *head, *tail, True, 4, 0, True)
+    assert_served(call, found, through_lse=True)
     dense = dense_call()
-    assert isinstance(fa3.flash_attn_func(dense.q, dense.k, dense.v), Tensor)
+    assert isinstance(fa3.flash_attn_func(*dense.qkv), Tensor)
 
 
 def test_flash_attn_returns_out_alone_unless_asked() -> None:
@@ -117,8 +112,7 @@ def test_alibi_dense(window: dict[str, Any], lengths: tuple[int, int], dims: int
     options: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "softcap": 5.0}
     call = random_call([lengths[0]] * 2, [lengths[1]] * 2, packed=False, **options, **window)
     slopes = torch.rand((4,) if dims == 1 else (2, 4))
-    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes)  # noqa: E731
-    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+    assert_served(call, with_flash_attn(call, slopes=slopes), alibi_truth(call, slopes), through_lse=True)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -127,8 +121,8 @@ def test_alibi_packed(window: dict[str, Any], seqused: bool) -> None:
     options: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "seqused": seqused}
     call = random_call([5, 0, 9, 1, 3], [8, 3, 4, 6, 0], **options, **window)
     slopes = torch.rand(4)
-    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes.expand(5, 4))  # noqa: E731
-    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+    found = with_flash_attn(call, slopes=slopes.expand(5, 4))
+    assert_served(call, found, alibi_truth(call, slopes), through_lse=True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -136,7 +130,7 @@ def test_alibi_packed(window: dict[str, Any], seqused: bool) -> None:
 def test_alibi_at_low_precision(causal: bool, dtype: torch.dtype) -> None:
     call = random_call([130], [150], packed=False, nheads=4, causal=causal, dtype=dtype)
     slopes = 2.0 ** -torch.arange(1.0, 5.0)
-    assert_served(call, lambda call: with_flash_attn(call, slopes=slopes), alibi_truth(call, slopes))
+    assert_served(call, with_flash_attn(call, slopes=slopes), alibi_truth(call, slopes))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute.integrations import bert_padding
 from tests.lib.checks import offsets, random_call
-from tests.lib.integrations import SIGNATURES, Attend, assert_served, dot, fa, fa3, packed_attn, recorded, te, top_left
+from tests.lib.integrations import SIGNATURES, assert_served, dot, fa, fa3, packed_attn, recorded, te, top_left
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -138,20 +138,15 @@ def test_varlen_attn(window: tuple[int, int]) -> None:
     call = random_call([5, 0, 9], [8, 3, 4], softmax_scale=0.3, **options)
     aux = torch_varlen.AuxRequest(lse=True)
     settings: Any = {"return_aux": aux, "scale": 0.3, "window_size": window, "enable_gqa": True, "num_splits": 1}
-
-    def attend(call: Call) -> tuple[Tensor, Tensor]:
-        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 8)
-        out, lse = packed_attn.varlen_attn(*call.qkv, *where, **settings)
-        return out, lse
-
-    assert_served(call, attend, through_lse=True)
+    where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 8)
+    assert_served(call, packed_attn.varlen_attn(*call.qkv, *where, **settings), through_lse=True)
 
 
 def test_varlen_attn_of_older_releases() -> None:
     """is_causal was the eighth argument."""
     call = random_call([5, 9], nheads=2, causal=True, dtype=torch.float64)
     where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 9)
-    assert_served(call, lambda call: (packed_attn.varlen_attn(*call.qkv, *where, True), None))
+    assert_served(call, packed_attn.varlen_attn(*call.qkv, *where, True))
 
 
 def test_varlen_attn_seqused() -> None:
@@ -160,11 +155,7 @@ def test_varlen_attn_seqused() -> None:
     with torch.no_grad():
         call.q.copy_(torch.randn_like(call.q))
     where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20)
-    attend: Attend = lambda call: (  # noqa: E731
-        packed_attn.varlen_attn(*call.qkv, *where, seqused_k=call.seqused_k),
-        None,
-    )
-    assert_served(call, attend)
+    assert_served(call, packed_attn.varlen_attn(*call.qkv, *where, seqused_k=call.seqused_k))
 
 
 # Transformer Engine.
@@ -200,11 +191,7 @@ def test_thd(mask: str, window: tuple[int, int] | None, options: dict[str, Any],
     heads: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64}
     call = random_call(TE_Q, TE_K, seqused=True, softmax_scale=0.3, sink=sink, **heads, **options)
     settings: Any = {"window_size": window, "softmax_scale": 0.3}
-    attend: Attend = lambda call: (  # noqa: E731
-        with_te(call, TE_Q, TE_K, mask, **settings, learnable_sink=call.learnable_sink),
-        None,
-    )
-    assert_served(call, attend)
+    assert_served(call, with_te(call, TE_Q, TE_K, mask, **settings, learnable_sink=call.learnable_sink))
 
 
 @pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (5, 3)])
@@ -214,11 +201,8 @@ def test_thd_top_left(mask: str, lengths_k: list[int], window: tuple[int, int] |
     """Windows too, of more queries than keys and of fewer, and of equal lengths in one tensor or in two."""
     heads: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64}
     call = random_call(TE_Q, lengths_k, seqused=True, sink=True, **heads)
-    attend: Attend = lambda call: (  # noqa: E731
-        with_te(call, TE_Q, lengths_k, mask, window_size=window, learnable_sink=call.learnable_sink),
-        None,
-    )
-    assert_served(call, attend, top_left(call, None if window is None else window[0]))
+    found = with_te(call, TE_Q, lengths_k, mask, window_size=window, learnable_sink=call.learnable_sink)
+    assert_served(call, found, top_left(call, None if window is None else window[0]))
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
@@ -255,13 +239,8 @@ def test_thd_in_checkpoints() -> None:
 def test_thd_without_padding() -> None:
     call = random_call(TE_Q, TE_K, nheads=2, head_dim=8, dtype=torch.float64, causal=True)
     for mask, truth in (("padding_causal_bottom_right", call), ("padding_causal", top_left(call))):
-        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
-
-        def attend(call: Call, where: Any = where, mask: str = mask) -> tuple[Tensor, None]:
-            out = te.thd_attention(*call.qkv, *where, attn_mask_type=mask)
-            return out.unflatten(-1, (2, -1)), None
-
-        assert_served(call, attend, truth)
+        out = te.thd_attention(*call.qkv, call.cu_seqlens_q, call.cu_seqlens_k, attn_mask_type=mask)
+        assert_served(call, out.unflatten(-1, (2, -1)), truth)
 
 
 # All of them.

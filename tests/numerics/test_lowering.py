@@ -20,7 +20,7 @@ from tests.lib.checks import (
     needs_kernels,
     random_call,
 )
-from tests.lib.masks import listed, positions
+from tests.lib.masks import as_if_captured, listed, positions
 from tests.lib.oracle import Call
 
 
@@ -255,26 +255,24 @@ def test_windows_are_made_in_compiled_functions() -> None:
         torch.testing.assert_close(step(q), window(q), rtol=0, atol=0)
 
 
-def test_graphs_want_what_has_been_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_want_what_has_been_built() -> None:
     """Windows need nothing, documents their offsets, and calls that read lists ask for these."""
     q, bias = torch.randn(1, 800, 2, 16), torch.zeros(800)
     of_ids, causal = BlockMask.documents(IDS), BlockMask.causal(800, 800)
     expected = flash_attn_func(q, q, q, block_mask=of_ids)
     fresh = BlockMask.documents(IDS)
-    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
-    flash_attn_func(q, q, q, block_mask=causal)
-    with pytest.raises(RuntimeError, match=r"expected one that has been built, .* call its build\(\) before"):
-        flash_attn_func(q, q, q, block_mask=fresh)
-    monkeypatch.undo()
+    with as_if_captured():
+        flash_attn_func(q, q, q, block_mask=causal)
+        with pytest.raises(RuntimeError, match=r"expected one that has been built, .* call its build\(\) before"):
+            flash_attn_func(q, q, q, block_mask=fresh)
     fresh.build()
-    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
-    assert bitwise_equal(flash_attn_func(q, q, q, block_mask=fresh), expected)
-    with pytest.raises(RuntimeError, match=r"built with its tables, .* call its build\(tables=True\) before"):
-        flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
-    monkeypatch.undo()
+    with as_if_captured():
+        assert bitwise_equal(flash_attn_func(q, q, q, block_mask=fresh), expected)
+        with pytest.raises(RuntimeError, match=r"built with its tables, .* call its build\(tables=True\) before"):
+            flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
     fresh.build(tables=True)
-    monkeypatch.setattr("flash_attn_cute.runtime.kept.is_captured", lambda device: True)
-    flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
+    with as_if_captured():
+        flash_attn_func(q, q, q, block_mask=fresh, bias=bias)
 
 
 def test_transformed() -> None:

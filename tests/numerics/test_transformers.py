@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor
 from transformers import masking_utils
 
-from flash_attn_cute import api
 from flash_attn_cute.integrations import _transformers_masks as masks
 from flash_attn_cute.integrations import transformers as ours
 from tests.lib.checks import Case, assert_close
+from tests.lib.integrations import recorded
 from tests.lib.refusals import assert_refused, refusals
 
 BATCH, ROWS, VOCABULARY = 3, 19, 64
@@ -136,19 +136,6 @@ def assert_trains_like_eager(
         assert_close(name, x, truth[name].double(), low[name], 2.0, size)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Case]:
-    """The keyword arguments of every call of a function from now on."""
-    calls: list[Case] = []
-    function = getattr(owner, name)
-
-    def record(*args: Any, **options: Any) -> Any:
-        calls.append(options)
-        return function(*args, **options)
-
-    monkeypatch.setattr(owner, name, record)
-    return calls
-
-
 # The masks of GPT-OSS do not look at positions, so that packed batches take offsets.
 KINDS = ["dense", "right", "left", "holes", "packed", "packed by offsets"]
 TRAINED = [(name, kind) for name in CONFIGS for kind in KINDS if (name, kind) != ("GPT-OSS", "packed")]
@@ -187,8 +174,8 @@ def test_bfloat16(name: str, kind: str, device: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
 def test_masks_in_memory_are_the_exception(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only holes in a batch need one."""
-    made = recorded(monkeypatch, masking_utils, "sdpa_mask")
-    dense, packed = (recorded(monkeypatch, api, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    made = recorded(monkeypatch, "sdpa_mask", masking_utils)
+    dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
     model_of(CONFIGS[name], ours.NAME)(**batch_of(kind), **(BY_OFFSETS if kind == "packed by offsets" else {}))
     assert (len(dense), len(packed)) == ((2, 0) if kind in ("dense", "holes") else (0, 2))  # two layers
     assert bool(made) == (kind == "holes")
@@ -492,7 +479,7 @@ def test_other_implementations_are_left_alone() -> None:
 
 
 def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = recorded(monkeypatch, api, "flash_attn_func")
+    calls = recorded(monkeypatch, "flash_attn_func")
     for mode in (True, False):
         torch.use_deterministic_algorithms(mode)
         call()
