@@ -69,10 +69,14 @@ OWN = {
     ),
     "d256-float16": given([70], [141], head_dim=256, bias=(1, 1), dtype=torch.float16, sink=True),
     "d64-packed": given([150, 0, 60], [130, 7, 140], packed=True, bias=(1, 1, 1), bias_layout="transposed"),
+    "d64-padded": given([150, 40], [60, 130], seqused=True, bias=(1, 1, 1, 1)),  # a dense batch that becomes packed
+    "d256-padded": given([30, 70], [130, 60], seqused=True, bias=(1, 1, 1, 1), head_dim=256, nheads=2, nheads_k=1),
 }
 
 
-@pytest.mark.parametrize("case", tiered(OWN, rare=["d128", "d64-causal-sliced", "d64-grouped", "d64-packed"]))
+@pytest.mark.parametrize(
+    "case", tiered(OWN, rare=["d128", "d64-causal-sliced", "d64-grouped", "d64-packed", "d256-padded"])
+)
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
