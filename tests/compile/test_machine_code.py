@@ -59,6 +59,7 @@ CONFIGS = {
     **{f"d{d}-tiled-bias": config(d, TILED) for d in HEAD_DIMS},
     # With max_logits d = 64 spills 24 bytes; 96 keys would change the bits of out.
     **{f"d{d}-tiled-bias-causal": config(d, f"right {TILED}") for d in (64, 128)},
+    **{f"d{d}-tiled-bias-packed": config(d, f"packed right {TILED}") for d in (64, 128)},
     "d128-tiled-bias-softcap": config(128, f"right softcap {TILED}"),
     **{f"d{d}-tiled-bias-window": config(d, f"left right softcap {TILED}") for d in HEAD_DIMS},
     **{f"d{d}-tiled-bias-mask": config(d, f"mask uniform_mask {TILED}") for d in (64, 128, 256)},
@@ -179,6 +180,7 @@ BACKWARD_CONFIGS = {
     "d128-residual-grouped": backward(128, "right grouped deterministic residual"),
     "d128-dbias": backward(128, "bias dbias"),
     **{f"d{d}-tiled-bias": backward(d, "bias tiled_bias dbias") for d in (64, 96, 128)},
+    **{f"d{d}-tiled-bias-packed": backward(d, "bias tiled_bias dbias packed right") for d in (64, 96, 128)},
     **{f"d{d}-tiled-bias-mask": backward(d, "bias tiled_bias dbias dlse mask") for d in (64, 128)},
     "d64-dbias": backward(64, "bias dbias dlse deterministic"),
     "d128-tiled-bias-causal": backward(128, "bias tiled_bias dbias dlse right deterministic"),
