@@ -24,7 +24,7 @@ A module has the bugs of one kernel, or those that a variant of it adds:
 
 from lab.bugs.backward import BACKWARD
 from lab.bugs.bias import BIAS
-from lab.bugs.code import Code, LeftOut, arrivals, find, waits
+from lab.bugs.code import Code, LeftOut, find, waits
 from lab.bugs.columns import COLUMNS
 from lab.bugs.forward import FORWARD
 from lab.bugs.forward_pair import FORWARD_PAIR
@@ -59,14 +59,12 @@ ALL: dict[str, AnyBugs] = {**TABLES, "launches": LAUNCHES}
 __all__ = [
     "ALL",
     "IMPLIED",
-    "LAUNCHES",
     "PAGE",
     "TABLES",
     "Bug",
     "Bugs",
     "Code",
     "LeftOut",
-    "arrivals",
     "find",
     "listed",
     "page",

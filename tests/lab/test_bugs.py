@@ -347,8 +347,8 @@ def test_without_a_bug(case: tuple[str, str], all_bugs: bool) -> None:
     assert not findings(text)
     program = Program(text)
     lags = sorted({lagging(each, bug) for each, _, bug in PLANTED if (each, bug.call) == (kernel, name)}, key=str)
-    for lagging in lags if all_bugs else lags[:1]:
-        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(0), program, lagging)
+    for slow in lags if all_bugs else lags[:1]:
+        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(0), program, slow)
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if not kernel.startswith("Hopper")])
