@@ -298,7 +298,7 @@ def with_block_mask(
     while True:
         apart = sets or (draw.choice([1, batch]), draw.choice([1, nheads, nheads_k]))
         made = random_mask(rows_q, rows_k, draw, apart) if kind is None else KINDS[kind](rows_q, rows_k, draw, apart)
-        if made.shown.float().mean() >= least:
+        if not made.shown.numel() or made.shown.float().mean() >= least:
             mask = made.mask if device == "cpu" else on_device(made, device)
             return masked(call, with_any_order(mask, draw, nheads_k, device) if any_order else mask, made.shown)
 
