@@ -163,7 +163,6 @@ OTHERWISE: dict[str, tuple[str, Case, Options, list[tuple[int, int]], Callable[[
     "pairs of CTAs": ("sm100", Case((2, 2), (256, 256), {}), CAUSAL, [(90, 90), (1500, 1500)], packing),
     "a mask of one query": ("sm90", Case((2, 2), (128, 128), {}, mask=True), FULL, [(1, 90), (70, 70)], packing),
     "parts of a bias's gradient": ("sm90", Case((8, 8), (64, 64), {}, bias=1), FULL, [(90, 90)] * 70, packing),
-    "kernel of a bias's gradient": ("sm90", Case((2, 2), (64, 64), {}, bias=2), FULL, [(90, 90), (70, 70)], batch),
 }
 
 

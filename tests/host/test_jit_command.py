@@ -140,7 +140,7 @@ def test_workers_end_with_the_command(sent: signal.Signals, tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(
         """
-import sys, time
+import signal, sys, time
 from flash_attn_cute.jit import cache, __main__ as command
 
 def kernel(config):
@@ -149,6 +149,7 @@ def kernel(config):
 
 cache.kernel = kernel
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
     sys.exit(command.main(["warm", "--jobs", "1"]))
 """
     )
