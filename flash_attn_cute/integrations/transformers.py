@@ -417,6 +417,8 @@ def _marked(name: str, x: Tensor, numbers: Tensor) -> Tensor:
     try:
         return x.scatter(-1, numbers.long(), value=True)
     except RuntimeError as error:
+        if not numbers.numel() or (numbers.min() >= 0 and numbers.max() < x.shape[-1]):  # such as no memory
+            raise
         raise ValueError(
             f"{name}: expected numbers below {x.shape[-1]}, got {int(numbers.min())} to {int(numbers.max())}"
         ) from error

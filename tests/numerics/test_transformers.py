@@ -403,6 +403,15 @@ def test_refused(call: str, error: str) -> None:
     assert_refused(call, error, globals())
 
 
+def test_errors_beside_right_numbers_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Tensor, "scatter", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        call(indices=torch.full((2, 6, 1), 5))
+
+
 def test_models_that_would_not_ask_us_are_refused() -> None:
     config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)
     with pytest.raises(ValueError, match="attn_implementation: expected 'eager' or 'sdpa' for BloomForCausalLM"):
