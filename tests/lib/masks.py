@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.problem.block_tables import BlockTables
-from tests.lib.checks import captured, same_bits, synchronisations, with_gradients
+from tests.lib.checks import captured, same_bits, with_gradients
 from tests.lib.oracle import Call
+from tests.lib.waits import synchronisations
 
 TILE = 128
 

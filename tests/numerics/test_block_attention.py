@@ -16,8 +16,6 @@ from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varl
 from flash_attn_cute.backends.portable import blockwise, products
 from tests.lib.checks import (
     Case,
-    NeverWaiting,
-    Waits,
     assert_alike,
     assert_matches_oracle,
     bitwise_equal,
@@ -29,6 +27,7 @@ from tests.lib.checks import (
 )
 from tests.lib.masks import KINDS, as_if_captured, listed, masked, positions, spread, with_block_mask
 from tests.lib.oracle import Call
+from tests.lib.waits import NeverWaiting, Waits
 
 DENSE: dict[str, Case] = {
     "plain": {},

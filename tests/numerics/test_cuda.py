@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flash_attn_cute import flash_attn_varlen_func
-from tests.lib.checks import Case, assert_matches_oracle, random_call, run, synchronisations
+from tests.lib.checks import Case, assert_matches_oracle, random_call, run
+from tests.lib.waits import synchronisations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

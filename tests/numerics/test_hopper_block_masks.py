@@ -21,11 +21,11 @@ from tests.lib.checks import (
     needs_kernels,
     packed_or_dense,
     run,
-    synchronisations,
     with_gradients,
 )
 from tests.lib.masks import KINDS, listed, masked, spread, with_block_mask
 from tests.lib.oracle import Call
+from tests.lib.waits import synchronisations
 
 # A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
 CALLS: dict[str, Case] = {

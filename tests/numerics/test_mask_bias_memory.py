@@ -26,10 +26,10 @@ from tests.lib.checks import (
     poisoned_dout,
     run,
     same_bits,
-    synchronisations,
     with_gradients,
 )
 from tests.lib.oracle import Call
+from tests.lib.waits import synchronisations
 
 # --- Places in memory.
 

@@ -17,20 +17,10 @@ from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
-from tests.lib.checks import (
-    Case,
-    NeverWaiting,
-    Waits,
-    assert_close,
-    bitwise_equal,
-    each_of,
-    gradients,
-    offsets,
-    same_bits,
-    with_gradients,
-)
+from tests.lib.checks import Case, assert_close, bitwise_equal, each_of, gradients, offsets, same_bits, with_gradients
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
+from tests.lib.waits import NeverWaiting, Waits
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,41 @@
+"""Whether, and how often, a host waits for its device."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def synchronisations(function: Any) -> int:
+    """How often a function makes the host wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+class Waits(AssertionError):
+    """Something has read a tensor's values."""
+
+
+class NeverWaiting(TorchDispatchMode):
+    """Refuses what would make the host wait for a device."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "bincount")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = func.overloadpacket.__name__, kwargs or {}
+        waits = name in self.WAITS or "unique" in name
+        if func is torch.ops.aten.index.Tensor:
+            waits = any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func is torch.ops.aten.repeat_interleave.Tensor:
+            waits = "output_size" not in given
+        if waits:
+            raise Waits(func)
+        return func(*args, **given)
