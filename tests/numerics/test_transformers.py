@@ -324,6 +324,9 @@ def of_causal(**more: Any) -> Tensor:
     return rows
 
 
+CAUSAL = of_causal()  # ahead of all tests: patterns are numbered in the order in which they are met
+
+
 def of_padding() -> Tensor:
     return of_causal(attention_mask=torch.arange(6).expand(2, 6) < 4)
 
@@ -348,7 +351,7 @@ call(sinks=torch.zeros(4))
     ValueError: sinks: expected no such argument, ... got Tensor; attn_implementation='eager' knows
 call(sliding_window=0)
     ValueError: sliding_window: expected None or at least 1, got 0
-call(attention_mask=of_causal()[..., :2])
+call(attention_mask=CAUSAL[..., :2])
     ValueError: attention_mask: ... unchanged, got a part of it, shape (0, 2, 6, 2)
 call(position_bias=BIAS, attention_mask=of_padding())
     ValueError: position_bias: expected None for packed sequences and padding
