@@ -147,7 +147,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         dbias=scores.gradient == "scores" and _writes_dbias(spec, scores),
         dbias_of_scores=_stores_dbias(spec, shapes),
         dbias_of_keys=_sums_dbias(spec, shapes),
-        tiled_bias=scores.tiled_bias and not spec.packing_invariant,
+        tiled_bias=scores.tiled_bias and not _has_neighbours(spec),
         float32_bias=scores.float32_bias,
         # A mask with a row for each query looks like one row for all if there is a single query.
         uniform_mask=not (spec.packing_invariant or scores.mask_varies[2] or _has_window(spec)) and spec.has_mask,
@@ -166,6 +166,14 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
     )
+
+
+def _has_neighbours(spec: AttentionSpec) -> bool:
+    """Whether there may be documents beside one whose bits must not depend on them.
+
+    How long the rows of a bias are, and so how they are loaded and in which tiles, follows from the longest document.
+    """
+    return spec.packing_invariant or (spec.packed and spec.deterministic)
 
 
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
