@@ -7,7 +7,7 @@ its own that ask for the same without a block mask. It also takes part with all 
 random masks is to be proportional.
 
 Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
-of blocks of 128 says of itself what it takes on the model in ``flash_attn_cute.dq_order.contention_model``.
+of blocks of 128 says of itself what it takes on the model in ``flash_attn_cute.sparsity.dq_order.contention_model``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +24,9 @@ from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run
 from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.dq_order.contention_model import Pass, machine_of
 from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import column_tables
+from flash_attn_cute.sparsity.dq_order.contention_model import Pass, machine_of
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
 DETERMINISTIC = f"{PACKAGE} deterministic"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.runtime.command_line import picture, positive
 from flash_attn_cute.sparsity.block_mask import BlockMask
+from flash_attn_cute.sparsity.dq_order import launch_orders
 
 
 def _documents(options: argparse.Namespace) -> BlockMask:

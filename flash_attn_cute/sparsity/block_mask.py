@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.problem.spec import check_int
 from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity import mask_arguments
 from flash_attn_cute.sparsity.bits import TILE
 from flash_attn_cute.sparsity.documents import Documents
+from flash_attn_cute.sparsity.dq_order import launch_orders
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import (
     And,
@@ -402,7 +402,7 @@ class BlockMask(TabledMask):
         """A copy of the mask whose key blocks are launched in another order in backward passes.
 
         Deterministic passes add to dQ in launch order, so the order decides how long tiles wait for each other; see
-        ``flash_attn_cute.dq_order.turns``. Results may round differently.
+        ``flash_attn_cute.sparsity.dq_order.turns``. Results may round differently.
 
         Args:
             order: a name, or a launch order.

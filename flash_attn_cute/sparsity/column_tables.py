@@ -10,12 +10,12 @@ Nothing waits for the device. Sizes of tables are upper bounds, and unused entri
 import torch
 from torch import Tensor
 
-from flash_attn_cute.dq_order import launch_orders
-from flash_attn_cute.dq_order.launch_orders import Launch
-from flash_attn_cute.dq_order.turns import last_first
 from flash_attn_cute.problem.block_tables import FULL_CODE, BlockColumns, BlockRows, BlockTables
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, HALF
+from flash_attn_cute.sparsity.dq_order import launch_orders
+from flash_attn_cute.sparsity.dq_order.launch_orders import Launch
+from flash_attn_cute.sparsity.dq_order.turns import last_first
 from flash_attn_cute.sparsity.row_tables import owners
 from flash_attn_cute.sparsity.score_blocks import Sizes
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from flash_attn_cute.dq_order.contention_model import Pass, Timeline, machine_of
 from flash_attn_cute.problem.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL
 from flash_attn_cute.sparsity.column_tables import m_block_order_of, steps
+from flash_attn_cute.sparsity.dq_order.contention_model import Pass, Timeline, machine_of
 from flash_attn_cute.sparsity.score_blocks import Sizes
 
 _TURNS_UP_TO = 32  # blocks a side; with more there is no room for numbers

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.dq_order import launch_orders
-from flash_attn_cute.dq_order.launch_orders import Launch
 from flash_attn_cute.problem.block_tables import ANY_NUMBER, BlockTables, most_with_half_columns
 from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity import column_tables, row_tables
+from flash_attn_cute.sparsity.dq_order import launch_orders
+from flash_attn_cute.sparsity.dq_order.launch_orders import Launch
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import Node
 from flash_attn_cute.sparsity.plain import Offsets, Plain

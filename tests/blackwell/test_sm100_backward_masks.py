@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity import column_tables
+from flash_attn_cute.sparsity.dq_order import launch_orders
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, drawn, poisoned_dout
 from tests.lib.interpreted.backward import Interpreted, check, execute

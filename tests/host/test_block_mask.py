@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.sparsity.dq_order import launch_orders
 from tests.lib.masks import (
     KINDS,
     TILE,

@@ -20,7 +20,6 @@ from flash_attn_cute.backends.cute.plan import (
     plan_forward,
     rounded_up,
 )
-from flash_attn_cute.dq_order.contention_model import machine_of
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
@@ -34,6 +33,7 @@ from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.problem.block_tables import ANY_NUMBER
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.sparsity.dq_order.contention_model import machine_of
 from tests.lib.configurations import by_words, sm90_backward, sm90_bias_gradient, sm90_forward
 from tests.lib.specs import DENSE, PACKED, spec_of
 

@@ -22,7 +22,6 @@ LEVELS = [
     {"selfcheck"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
-    {"dq_order"},
     {"problem"},
     {"runtime"},
 ]
@@ -196,7 +195,6 @@ def test_the_rule_can_fail() -> None:
     assert not violations("integrations", {"flash_attn_cute.api"}, "integrations/sdpa.py")
     assert violations("demo", {"flash_attn_cute.calls.dispatch"}, "demo.py")
     assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/nodes.py")
-    assert violations("dq_order", {"flash_attn_cute.sparsity.nodes"}, "dq_order/turns.py")
     assert violations("backends", {"flash_attn_cute.kernels.sm90.config"}, "backends/cute/plan.py")
     assert violations("jit", {"flash_attn_cute.kernels.sm90.config.HEAD_DIMS"}, "jit/__main__.py")
     assert violations("backends", {"cutlass"}, "backends/cute/backend.py")

@@ -12,10 +12,10 @@ from torch import Tensor
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.calls import ops, prepared_call
 from flash_attn_cute.calls.attention_call import AttentionCall
-from flash_attn_cute.dq_order import contention_model
-from flash_attn_cute.dq_order.turns import shortest_first
 from flash_attn_cute.problem.spec import Options
 from flash_attn_cute.sparsity import column_tables
+from flash_attn_cute.sparsity.dq_order import contention_model
+from flash_attn_cute.sparsity.dq_order.turns import shortest_first
 from tests.lib.masks import columns_spelled_out, launch_order, random_mask, tables_of
 from tests.lib.turn_model import Addition, Backward, DeadlockError, Machine, backward, simulate, uneven
 from tests.lib.turn_model_cases import Cases, Shape, random_cases, worked_off

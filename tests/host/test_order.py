@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cute.dq_order.turns import longest_first, shortest_first
+from flash_attn_cute.sparsity.dq_order.turns import longest_first, shortest_first
 from tests.lib.turn_model import Addition, Backward, DeadlockError, Machine, Run, backward, simulate, uneven
 from tests.lib.turns import turns_of_window, write_order
 

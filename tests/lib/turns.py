@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_attn_cute.dq_order.turns import last_first
+from flash_attn_cute.sparsity.dq_order.turns import last_first
 
 
 def turns_of_window(

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flash_attn_cute.backends.packing import needs_intervals
-from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
@@ -24,6 +23,7 @@ from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.problem.block_tables import ANY_NUMBER, most_with_half_columns
 from flash_attn_cute.problem.spec import AttentionSpec
+from flash_attn_cute.sparsity.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 FEW_QUERIES = 64  # at most as many of a sequence, and heads of a group share a tile

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.dq_order.turns import last_first, shortest_first
 from flash_attn_cute.runtime import kept
+from flash_attn_cute.sparsity.dq_order.turns import last_first, shortest_first
 
 NAMES = ("auto", "default", "spt", "permutation")
 SEARCHED = ("auto", "permutation")  # found on the host, which waits for the device
@@ -52,7 +52,7 @@ def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
         group: heads that share an order.
         seqlen_q: queries.
     """
-    from flash_attn_cute.dq_order.contention_model import Pass, machine_of  # few masks need numpy
+    from flash_attn_cute.sparsity.dq_order.contention_model import Pass, machine_of  # few masks need numpy
 
     spt = shortest_first_of_groups(steps.sum(2), group)
     orders = [last_first(steps.shape[-1], steps.device).expand_as(spt), spt]
