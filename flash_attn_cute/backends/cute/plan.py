@@ -177,11 +177,8 @@ def _has_neighbours(spec: AttentionSpec) -> bool:
 
 
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
-    """Whether a backward kernel can write every score's gradient: if it is what it computes, rounded to that dtype.
-
-    Those of packing-invariant calls are all computed by the other kernel.
-    """
-    return not (spec.packing_invariant or scores.float32_bias or spec.softcap)
+    """Whether a backward kernel can write every score's gradient: if it is what it computes, rounded to that dtype."""
+    return not (scores.float32_bias or spec.softcap)
 
 
 def _stores_dbias(spec: AttentionSpec, shapes: Shapes) -> bool:
@@ -196,6 +193,7 @@ def _stores_dbias(spec: AttentionSpec, shapes: Shapes) -> bool:
         scores.gradient == "shared"
         and scores.tiled_bias
         and comes_to_all
+        and not spec.packing_invariant
         and num_bytes <= _BYTES_OF_GRADIENTS
         and _writes_dbias(spec, scores)
     )
