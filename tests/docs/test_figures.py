@@ -327,8 +327,9 @@ def test_the_readme() -> None:
 
 def test_selected_blocks() -> None:
     """Milliseconds of a call, "-" where a contender does not run."""
-    recorded = record("selected-cuda-bfloat16")
-    for first, cells in rows("### Selected blocks").items():
+    recorded, shown = record("selected-cuda-bfloat16"), rows("### Selected blocks")
+    assert len(shown) == 4
+    for first, cells in shown.items():
         row = first.replace("groups", "group") + ("" if "128k" in first else ", 32k")
         for passes, cell in zip(("forward", "backward"), cells, strict=True):
             times = recorded[f"{passes} {row}"].times

@@ -236,16 +236,12 @@ def test_halves_of_dV_in_a_backward_pass(words: str, keys: int, halves_dV: bool)
 
 @pytest.mark.parametrize("seqlen", [1, 64, 500, 2048, 4096, 8192, 16384, 32768, 131072])
 def test_the_model_of_launch_orders_has_as_many_heads_in_flight(seqlen: int) -> None:
+    """Also under a block mask whose passes are ordered; other masks' sums, in fixed point, need no order."""
     shapes = Shapes((64, seqlen, 16, 128), (64, seqlen, 16, 128), num_sequences=0, max_seqlen_q=seqlen)
-    """Those of ordered passes. Sums in fixed point need no order."""
-    for low_contention in (True, False):
-        has_block_mask = low_contention
-        spec = spec_of(
-            nheads=16, nheads_k=16, deterministic=True, has_block_mask=has_block_mask, low_contention=low_contention
-        )
+    for is_masked in (True, False):
+        spec = spec_of(nheads=16, nheads_k=16, deterministic=True, has_block_mask=is_masked, low_contention=is_masked)
         planned = plan_backward(SM90, spec, shapes, 132).numbers
-        machine = machine_of(seqlen)
-        assert machine.section == min(planned.heads_in_cache, 132)
+        assert machine_of(seqlen).section == min(planned.heads_in_cache, 132)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
