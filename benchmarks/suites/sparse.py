@@ -24,7 +24,6 @@ from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run
 from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import column_tables
 from flash_attn_cute.sparsity.dq_order.contention_model import Pass, machine_of
 
@@ -246,7 +245,7 @@ def shown_by(row: Row, batch: int, ids: Tensor | None, device: torch.device) -> 
     n, every = row.seqlen, batch * HEADS
     if row.kind == "window":
         mask = BlockMask.window(n, n, left=WINDOW - 1, right=0)
-        pairs = every * visible_pairs(n, n, WINDOW - 1, 0)
+        pairs = every * (causal_area([n]) - causal_area([max(n - WINDOW, 0)]))
         return Shown(mask, pairs, lambda b, h, i, j: (i >= j) & (i - j < WINDOW), _cute_window)
     if row.kind == "documents":
         assert ids is not None

@@ -17,7 +17,7 @@ INSTRUMENTS = ROOT.parent / "lab"
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
     {"distributed", "integrations", "profile", "demo"},
-    {"api", "explanation", "flops", "padding", "score_statistics"},
+    {"api", "explanation", "padding", "score_statistics"},
     {"calls"},
     {"selfcheck"},
     {"backends"},
@@ -69,7 +69,7 @@ def violations(room: str, modules: set[str], inside: str) -> list[str]:
             wrong.append(module)
         if top == "cutlass" and room not in ("kernels", "jit"):
             wrong.append(module)
-        of_users = ("api", "explanation", "flops", "padding", room)  # what users call
+        of_users = ("api", "explanation", "padding", room)  # what users call
         if room in ("demo", "integrations") and top == "flash_attn_cute" and room_of(module) not in of_users:
             wrong.append(module)
         if room == "sparsity" and top == "flash_attn_cute" and room_of(module) in ("jit", "kernels"):
