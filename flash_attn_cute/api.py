@@ -10,6 +10,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.user_errors import says_where_to_look
 from flash_attn_cute.problem import spec
 from flash_attn_cute.problem.spec import Deterministic as Deterministic
+from flash_attn_cute.problem.spec import Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class SharedKeywords(TypedDict, total=False):
 
     softmax_scale: float | None
     causal: bool
-    window_size: validate.Window
+    window_size: Window
     softcap: float
     learnable_sink: Tensor | None
     block_mask: BlockMask | None
@@ -115,7 +116,7 @@ def flash_attn_func(
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: validate.Window = (None, None),
+    window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,
@@ -292,7 +293,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: validate.Window = (None, None),
+    window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,

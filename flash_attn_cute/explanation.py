@@ -17,7 +17,7 @@ from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import spec_of
 from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.problem.spec import AttentionSpec, Deterministic
+from flash_attn_cute.problem.spec import AttentionSpec, Deterministic, Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 
@@ -82,7 +82,7 @@ def explain(
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: validate.Window = (None, None),
+    window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,

@@ -21,7 +21,7 @@ from flash_attn_cute.calls import user_errors, validate
 from flash_attn_cute.calls.attend import attend
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled
-from flash_attn_cute.calls.validate import Window
+from flash_attn_cute.problem.spec import Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:

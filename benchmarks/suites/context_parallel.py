@@ -20,12 +20,11 @@ from benchmarks import long_documents
 from benchmarks.harness import Case, Contender, NoPart, Results, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop
 from flash_attn_cute import flash_attn_varlen_func
-from flash_attn_cute.calls.validate import Window
 from flash_attn_cute.distributed import Sharding, checked_call, context_parallel_attn_varlen_func, method_plan
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.rank_layout import Layout
-from flash_attn_cute.problem.spec import Options
+from flash_attn_cute.problem.spec import Options, Window
 
 ONE, SHARE, PYTORCH = "one GPU, all rows", "all_gather, no messages", "PyTorch, cuDNN"
 METHODS = checked_call.METHODS

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
-from flash_attn_cute.problem.spec import AttentionInputs, Deterministic, Options, as_int, check_int, statically_true
+from flash_attn_cute.problem.spec import (
+    AttentionInputs,
+    Deterministic,
+    Options,
+    Window,
+    as_int,
+    check_int,
+    statically_true,
+)
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,8 +42,6 @@ _ON_PADDING = (
     "; of a padding mask (batch, seqlen_k), mask[:, None, None, :] hides keys, and flash_attn_cute.padding makes what "
     "skips them: seqused (padding on the right) or packed sequences (any)",
 )
-
-Window = tuple[int | None, int | None]
 
 
 def check_options(

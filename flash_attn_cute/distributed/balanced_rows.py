@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from flash_attn_cute.calls import validate
+from flash_attn_cute.problem.spec import Window
 
 # The document (-1: padding), the first row and the row behind the last one, both counted over all packed rows.
 DocumentRows: TypeAlias = tuple[int, int, int]
@@ -34,7 +34,7 @@ class Band(NamedTuple):
     upper: int | None
 
     @classmethod
-    def of(cls, window: validate.Window, seqlen_q: int, seqlen_k: int) -> "Band":
+    def of(cls, window: Window, seqlen_q: int, seqlen_k: int) -> "Band":
         """The bottom-right aligned window of a document, ``causal`` folded in."""
         (left, right), offset = window, seqlen_k - seqlen_q
         return cls(None if left is None else offset - left, None if right is None else offset + right)
@@ -57,7 +57,7 @@ class Document(NamedTuple):
 
 
 def balanced_rows(
-    documents: Sequence[Document], total: int, windows: Sequence[validate.Window], num_ranks: int
+    documents: Sequence[Document], total: int, windows: Sequence[Window], num_ranks: int
 ) -> list[list[DocumentRows]]:
     """The rows of each rank, unordered; some of them are empty.
 

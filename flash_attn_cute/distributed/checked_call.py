@@ -12,7 +12,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import is_same_memory
 from flash_attn_cute.distributed.process_groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
-from flash_attn_cute.problem.spec import Options
+from flash_attn_cute.problem.spec import Options, Window
 from flash_attn_cute.runtime import settings
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -72,7 +72,7 @@ class PlanRequest(NamedTuple):
     batch: int
     seqused_q: tuple[int, ...] | None
     seqused_k: tuple[int, ...] | None
-    window: validate.Window
+    window: Window
     method: str
     shape: Shape
     has_block_mask: bool = False

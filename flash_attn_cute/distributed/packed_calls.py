@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band
+from flash_attn_cute.problem.spec import Window
 
 
 class Run(NamedTuple):
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     right: int | None
 
     @property
-    def window(self) -> validate.Window:
+    def window(self) -> Window:
         """Both sides; None on one that hides nothing."""
         return self.left, self.right
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     q_stop: int
     k_start: int
     k_stop: int
-    window: validate.Window
+    window: Window
     max_seqlen_q: int
     max_seqlen_k: int
     cu_seqlens_q: Tensor

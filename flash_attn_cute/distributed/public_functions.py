@@ -16,7 +16,7 @@ from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sh
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension
-from flash_attn_cute.problem.spec import Deterministic, Options, Results
+from flash_attn_cute.problem.spec import Deterministic, Options, Results, Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def context_parallel_attn_func(
     seqused_k: Lengths = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: validate.Window = (None, None),
+    window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     mask: None = None,
@@ -190,7 +190,7 @@ def context_parallel_attn_varlen_func(
     seqused_k: Lengths = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: validate.Window = (None, None),
+    window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     mask: None = None,

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Part, Run
 from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.problem.spec import Window
 
 # Positions (start, stop) of each document, in order and apart.
 Ranges = dict[int, list[tuple[int, int]]]
@@ -29,7 +29,7 @@ class Layout:
         keys: Sharding,
         lengths_q: tuple[int, ...],
         lengths_k: tuple[int, ...],
-        window: validate.Window,
+        window: Window,
     ) -> "Layout":
         """The layout of documents of these real lengths under a window."""
         bands = tuple(Band.of(window, *lengths) for lengths in zip(lengths_q, lengths_k, strict=True))

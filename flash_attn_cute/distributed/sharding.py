@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Band, Document, balanced_rows
-from flash_attn_cute.problem.spec import as_int, check_int
+from flash_attn_cute.problem.spec import Window, as_int, check_int
 from flash_attn_cute.runtime import kept
 
 T = TypeVar("T")
@@ -136,8 +136,8 @@ class Sharding:
         num_ranks: int,
         *,
         causal: bool = False,
-        window_size: validate.Window = (None, None),
-        window_sizes: Sequence[validate.Window] | None = None,
+        window_size: Window = (None, None),
+        window_sizes: Sequence[Window] | None = None,
         seqused_q: Numbers | None = None,
         cu_seqlens_k: Numbers | None = None,
         seqused_k: Numbers | None = None,
@@ -378,7 +378,7 @@ class Sharding:
         rank: int,
         *,
         causal: bool = False,
-        window_size: validate.Window = (None, None),
+        window_size: Window = (None, None),
         seqused_q: Numbers | None = None,
         cu_seqlens_k: Numbers | None = None,
         seqused_k: Numbers | None = None,
@@ -483,7 +483,7 @@ def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def checked_window(causal: bool, window_size: validate.Window) -> validate.Window:
+def checked_window(causal: bool, window_size: Window) -> Window:
     """The window with ``causal`` folded in; None on a side that is unbounded."""
     options = validate.check_options(causal=causal, window_size=window_size)
     return options.window_left, options.window_right

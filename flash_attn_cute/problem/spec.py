@@ -18,6 +18,7 @@ from flash_attn_cute.problem.block_tables import BlockTables
 
 # False; True: the same inputs give the same bits; "invariant": a document does, in whatever call it is.
 Deterministic: TypeAlias = bool | Literal["invariant"]
+Window: TypeAlias = tuple[int | None, int | None]  # keys visible to the left and to the right; None: all of them
 
 
 # The usual ones, found fast.
