@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.backends.cute.explained import planned, planned_selection
+from flash_attn_cute.backends.cute.explained import PassPlan, planned, planned_selection
 from flash_attn_cute.calls import dispatch, lowering, nested, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import spec_of
 from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
-from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.problem.spec import AttentionSpec, Deterministic, Window
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -64,8 +62,9 @@ class Explanation:
             lines.append("  no kernels of its own: PyTorch's operators, and offsets are read by the host")
         else:
             lines.append(f"  {self.num_sms} SMs")
-            is_invariant = spec.packing_invariant
-            lines += ["  " + _pass_line(name, getattr(self, name), is_invariant) for name in ("forward", "backward")]
+            for name, launched in (("forward", self.forward), ("backward", self.backward)):
+                what = "nothing is launched" if launched is None else launched.describe(name, spec.packing_invariant)
+                lines.append(f"  {name}: {what}")
         return "\n".join(lines)
 
 
@@ -168,38 +167,6 @@ def explain(
     passed_over = MappingProxyType(selection.passed_over)
     others = selection.on_request, selection.refusal
     return Explanation(selection.name, passed_over, *others, spec, where, num_sms, *passes)
-
-
-def _pass_line(name: str, planned: PassPlan | None, is_invariant: bool) -> str:
-    if planned is None:
-        return f"{name}: nothing is launched"
-    if name == "forward":
-        parts = [f"tiles of {planned.tile_m} queries, blocks of {planned.tile_n} keys"]
-    else:
-        parts = [f"tiles of {planned.tile_n} keys, blocks of {planned.tile_m} queries"]
-    if planned.stages is not None:
-        parts.append(f"{planned.stages} stages")
-    parts.append("a CTA a tile" if planned.cluster == 1 else f"clusters of {planned.cluster} CTAs")
-    parts.append("persistent" if planned.persistent else "not persistent")
-    parts.append("packed sequences" if planned.packed else "a dense batch")
-    parts.append("deterministic" if planned.deterministic else "not deterministic")
-    if is_invariant:
-        parts.append("the same bits in any packing")
-    if planned.workspace_bytes:
-        parts.append(f"{planned.workspace_bytes / 2**20:.1f} MiB of workspace")
-    given = {field: value for field, value in planned.numbers._asdict().items() if value is not None}
-    numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
-    config = {field.name: getattr(planned.config, field.name) for field in fields(planned.config)}
-    features = config.pop("features")
-    flags = Features.format({field.name: getattr(features, field.name) for field in fields(features)})
-    compiled = ", ".join(f"{field} = {value}" for field, value in config.items())
-    lines = [
-        f"{name}: {', '.join(parts)}",
-        f"compiled: {compiled}",
-        f"features: {flags or 'none'}",
-        f"given: {numbers}",
-    ]
-    return "\n    ".join(lines)
 
 
 def _on_meta(call: AttentionCall) -> AttentionCall:

@@ -1,7 +1,7 @@
 """A backend: the features it declares, the limits it states, and its two passes."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,21 +36,6 @@ class BackwardCall(NamedTuple):
     residual: Tensor | None = None
     need_dbias: bool = False
     need_dsink: bool = False
-
-
-class PassPlan(NamedTuple):
-    """A pass of a call as it is launched, for people to read; see ``flash_attn_cute.explain``."""
-
-    packed: bool  # whether the kernels get packed sequences; they may where the user has given a dense batch
-    tile_m: int  # queries of a tile (forward), or of a block that is loaded at once (backward)
-    tile_n: int  # keys of a block (forward), or of a tile (backward)
-    stages: int | None  # blocks that are loaded ahead, where that is the configuration's to say
-    cluster: int  # CTAs that work on a tile together
-    persistent: bool  # whether a CTA works on many tiles
-    deterministic: bool  # whether the same inputs give the same bits, asked for or not
-    workspace_bytes: int
-    config: Any  # all that is compiled into the kernels
-    numbers: Any  # all that they are given besides tensors
 
 
 class Backend(Protocol):

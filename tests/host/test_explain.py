@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.cute.explained import PassPlan
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache

@@ -1,9 +1,9 @@
 """Launches of both passes of a call, of which there are shapes alone, for people to read."""
 
 import math
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
-from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.layouts import with_a_key
 from flash_attn_cute.backends.cute.score_layout import forward_shapes, num_sequences, runs_packed, score_layout
@@ -15,8 +15,55 @@ from flash_attn_cute.backends.packing import (
     needs_intervals,
     over_scores,
 )
+from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
+
+
+class PassPlan(NamedTuple):
+    """A pass of a call as it is launched; see ``flash_attn_cute.explain``."""
+
+    packed: bool  # whether the kernels get packed sequences; they may where the user has given a dense batch
+    tile_m: int  # queries of a tile (forward), or of a block that is loaded at once (backward)
+    tile_n: int  # keys of a block (forward), or of a tile (backward)
+    stages: int | None  # blocks that are loaded ahead, where that is the configuration's to say
+    cluster: int  # CTAs that work on a tile together
+    persistent: bool  # whether a CTA works on many tiles
+    deterministic: bool  # whether the same inputs give the same bits, asked for or not
+    workspace_bytes: int
+    config: Any  # all that is compiled into the kernels
+    numbers: Any  # all that they are given besides tensors
+
+    def describe(self, name: str, packing_invariant: bool) -> str:
+        """Lines about what the pass of this name, forward or backward, launches."""
+        if name == "forward":
+            parts = [f"tiles of {self.tile_m} queries, blocks of {self.tile_n} keys"]
+        else:
+            parts = [f"tiles of {self.tile_n} keys, blocks of {self.tile_m} queries"]
+        if self.stages is not None:
+            parts.append(f"{self.stages} stages")
+        parts.append("a CTA a tile" if self.cluster == 1 else f"clusters of {self.cluster} CTAs")
+        parts.append("persistent" if self.persistent else "not persistent")
+        parts.append("packed sequences" if self.packed else "a dense batch")
+        parts.append("deterministic" if self.deterministic else "not deterministic")
+        if packing_invariant:
+            parts.append("the same bits in any packing")
+        if self.workspace_bytes:
+            parts.append(f"{self.workspace_bytes / 2**20:.1f} MiB of workspace")
+        config = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        features = config.pop("features")
+        flags = Features.format({field.name: getattr(features, field.name) for field in fields(features)})
+        compiled = ", ".join(f"{field} = {value}" for field, value in config.items())
+        given = {field: value for field, value in self.numbers._asdict().items() if value is not None}
+        numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
+        lines = [
+            ", ".join(parts),
+            f"compiled: {compiled}",
+            f"features: {flags or 'none'}",
+            f"given: {numbers}",
+        ]
+        return "\n    ".join(lines)
+
 
 Passes = tuple[PassPlan | None, PassPlan | None]  # forward and backward; None where nothing is launched
 
