@@ -7,18 +7,16 @@ from typing import NamedTuple
 import torch
 
 from flash_attn_cute.backends.base import Backend
-from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.cute import CUTE_BACKENDS, CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.selfcheck import gate
 
-_KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
 # Behind the portable one, which serves all calls, are those that are checked first: they serve what the check passed.
 _IN_ORDER_OF_PREFERENCE: list[Backend] = [
-    *(backend for backend in _KERNELS if not backend.architecture.is_checked_first),
+    *(backend for backend in CUTE_BACKENDS.values() if not backend.architecture.is_checked_first),
     PortableBackend(),
-    *(backend for backend in _KERNELS if backend.architecture.is_checked_first),
+    *(backend for backend in CUTE_BACKENDS.values() if backend.architecture.is_checked_first),
 ]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
 
@@ -54,10 +52,10 @@ def supposing(gpu: str) -> dict[str, Backend]:
     Raises:
         ValueError: there are no kernels for such a GPU.
     """
-    if not isinstance(gpu, str) or gpu not in ARCHITECTURES:
-        raise ValueError(f"gpu: expected None or one of {list(ARCHITECTURES)}, got {gpu!r}")
-    supposed = CuteBackend(ARCHITECTURES[gpu], is_supposed=True)
-    names = [name for name in BACKENDS if name == gpu or name not in ARCHITECTURES]
+    if not isinstance(gpu, str) or gpu not in CUTE_BACKENDS:
+        raise ValueError(f"gpu: expected None or one of {list(CUTE_BACKENDS)}, got {gpu!r}")
+    supposed = CuteBackend(CUTE_BACKENDS[gpu].architecture, is_supposed=True)
+    names = [name for name in BACKENDS if name == gpu or name not in CUTE_BACKENDS]
     return {name: supposed if name == gpu else BACKENDS[name] for name in names}
 
 

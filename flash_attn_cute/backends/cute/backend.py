@@ -51,7 +51,7 @@ from flash_attn_cute.backends.packing import (
     zeroed,
 )
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
-from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
 from flash_attn_cute.problem.spec import (
     AttentionInputs,
     AttentionSpec,
@@ -435,3 +435,6 @@ def _summed(gradients: Tensor, bias: Tensor) -> Tensor:
 
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+CUTE_BACKENDS = {name: CuteBackend(architecture) for name, architecture in ARCHITECTURES.items()}
