@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import explain, flash_attn_varlen_func
-from flash_attn_cute.explanation import Explanation
 
 try:
     from einops import rearrange
@@ -180,14 +179,14 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)), batch.targets, ignore_index=NO_TARGET)
 
 
-def selected_backend() -> Explanation:
-    """The backend that serves the model's attention, and why."""
+def selected_backend() -> str:
+    """The backend that serves the model's attention, and why, for people to read."""
     q, k = (torch.zeros(1, heads, HEAD_DIM) for heads in (HEADS, HEADS_K))
     q, k = (x.to(attention_dtype(x.device)) for x in (q, k))
     cu = torch.tensor([0, 1], dtype=torch.int32)
     arguments = q, k, k, cu, cu, MAX_LENGTH, MAX_LENGTH
     flash_attn_varlen_func(*arguments, causal=True, deterministic=True)  # a GPU's first call may check its kernels
-    return explain(*arguments, causal=True, deterministic=True)
+    return str(explain(*arguments, causal=True, deterministic=True)).removeprefix("backend ")
 
 
 def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: str) -> tuple[Transformer, float]:
@@ -265,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     documents = read_documents()
     held_out, training = documents[::HELD_OUT], [doc for i, doc in enumerate(documents) if i % HELD_OUT]
     entropy = unigram_entropy(training)
-    print(f"backend: {str(selected_backend()).removeprefix('backend ')}")
+    print(f"backend: {selected_backend()}")
     print(f"device:  {device}, attention in {attention_dtype(device)}, all else in torch.float32")
     print(f"text:    {len(training)} files, {sum(map(len, training)):,} bytes; {len(held_out)} more are held out")
     print(f"         unigram entropy {entropy:.3f} nats = {entropy / math.log(2):.3f} bits per byte")
