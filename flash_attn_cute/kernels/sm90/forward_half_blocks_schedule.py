@@ -23,33 +23,29 @@ def half_blocks_schedule(config: ForwardConfig) -> Schedule:
     loading, computing = c.registers
     producer = Role("producer", range(1), loading, "chooses tiles, pairs half blocks; issues TMA: Q, K and V of a step")
     idle = Role("idle", range(1, 4), loading, "idle")
-    mma = Role(
-        "mma",
-        range(4, 4 + 4 * warpgroups),
-        computing,
-        f"{warpgroups} warpgroups of 64 rows, each with steps of its own and steps that all have",
-    )
+    does = f"{warpgroups} warpgroups of 64 rows, each with steps of its own and steps that all have"
+    mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, does)
     tiles = Buffer("tiles", (QUERY_TILE_FIELDS, c.tile_stages), "field, tile stage", "int32")
-    messages = Buffer(
-        "messages", (MESSAGE_FIELDS, MESSAGES, warpgroups), "field, message, warpgroup", "int32", align=16
-    )
+    fields = (MESSAGE_FIELDS, MESSAGES, warpgroups)
+    messages = Buffer("messages", fields, "field, message, warpgroup", "int32", align=16)
     sQ = operand("sQ", (64, c.tile_d, warpgroups, 1), "row, d, warpgroup, stage")
     sK = operand("sK", (c.tile_n, c.tile_d, c.stages), "key, d, stage")
     sV = operand("sV", (c.tile_n, c.tile_dv, c.stages), "key, d_v, stage")
-    q_bytes, released = 2 * 64 * c.tile_d * warpgroups, (mma.per_warp(),)
+    q_bytes, filled, released = 2 * 64 * c.tile_d * warpgroups, (producer.once(),), (mma.per_warp(),)
+    of_both = "messages0.full, messages1.full"
     return Schedule(
         kernel="kernels/sm90/forward_half_blocks.py:ForwardHalfBlocksSm90",
         work=f"{c.tile_m} queries of a head: one tile after the other",
         roles=(producer, idle, mma),
         pipelines=(
-            Pipeline("tiles", c.tile_stages, "a tile's fields", (producer.once(),), released),
-            Pipeline("q", 1, "Q of a tile", (producer.once(),), released, q_bytes),
+            Pipeline("tiles", c.tile_stages, "a tile's fields", filled, released),
+            Pipeline("q", 1, "Q of a tile", filled, released, q_bytes),
             # A warpgroup releases the steps that it has, and the producer at once those that it does not have.
-            Pipeline("k", c.stages, "K of a step, of all tiles", (producer.once(),), released, sK.stage_bytes),
-            Pipeline("v", c.stages, "V of a step, of all tiles", (producer.once(),), released, sV.stage_bytes),
+            Pipeline("k", c.stages, "K of a step, of all tiles", filled, released, sK.stage_bytes),
+            Pipeline("v", c.stages, "V of a step, of all tiles", filled, released, sV.stage_bytes),
             # No warpgroup leaves one unread for long: K of its step is not released before.
             *(
-                Pipeline(f"messages{w}", MESSAGES, f"a step of warpgroup {w}, or a tile's end", (producer.once(),), ())
+                Pipeline(f"messages{w}", MESSAGES, f"a step of warpgroup {w}, or a tile's end", filled, ())
                 for w in range(warpgroups)
             ),
         ),
@@ -58,12 +54,10 @@ def half_blocks_schedule(config: ForwardConfig) -> Schedule:
             Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
             Step("producer", "q.empty", "once a tile: loads Q", "q.full"),
             Step("producer", "k.empty", "loads K of two half blocks", "k.full"),
-            Step(
-                "producer", "v.full", "of the stage's last step: publishes this one", "messages0.full, messages1.full"
-            ),
+            Step("producer", "v.full", "of the stage's last step: publishes this one", of_both),
             Step("producer", "v.empty", "loads V of them", "v.full"),
             Step("mma", "v.full", "issues O += P(n) V(n)"),
-            Step("mma", "messages0.full, messages1.full", "reads its next step; releases V(n) before it waits"),
+            Step("mma", of_both, "reads its next step; releases V(n) before it waits"),
             Step("mma", "k.full", "issues S(n+1) = Q K(n+1)'"),
             Step("mma", "O complete", "releases V(n)", "v.empty"),
             Step("mma", "S(n+1) complete", "releases K(n+1)", "k.empty"),

@@ -39,34 +39,21 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     bias_stages = c.bias_stages if has_bias else 0
     tiles = Buffer("tiles", (QUERY_TILE_FIELDS, c.tile_stages), "field, tile stage", "int32")
     entries = Buffer("entries", (2, num_entries), "block and code, entry", "int32")
-    sO = Buffer(
-        "sO",
-        (64, c.tile_dv, warpgroups),
-        "row, d_v, warpgroup",
-        align=1024,
-        swizzle=c.tile_dv,
-        # Where a CTA has one tile, a warpgroup's part of O lies in the place of its own part of Q.
-        place_of="" if c.persistent else "sQ",
-        apart=0 if c.persistent else 64 * c.tile_d,
-    )
-    modes = "row, d, warpgroup, tile stage"
-    sQ = Buffer("sQ", (64, c.tile_d, warpgroups, c.tile_stages), modes, align=1024, swizzle=c.tile_d)
-    sK = Buffer("sK", (c.tile_n, c.tile_d, c.stages), "key, d, stage", align=1024, swizzle=c.tile_d)
-    sV = Buffer("sV", (c.tile_n, c.tile_dv, c.stages), "key, d_v, stage", align=1024, swizzle=c.tile_dv)
+    # Where a CTA has one tile, a warpgroup's part of O lies in the place of its own part of Q.
+    in_Q = {} if c.persistent else {"place_of": "sQ", "apart": 64 * c.tile_d}
+    sO = operand("sO", (64, c.tile_dv, warpgroups), "row, d_v, warpgroup", **in_Q)
+    sQ = operand("sQ", (64, c.tile_d, warpgroups, c.tile_stages), "row, d, warpgroup, tile stage")
+    sK = operand("sK", (c.tile_n, c.tile_d, c.stages), "key, d, stage")
+    sV = operand("sV", (c.tile_n, c.tile_dv, c.stages), "key, d_v, stage")
     sBias = Buffer("sBias", (c.bias_pitch, c.bias_rows, bias_stages), "byte, row, bias stage", "uint8", align=128)
-    bias_pipeline = Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), (mma.per_warp(),))
+    filled, read = (producer.once(),), (mma.per_warp(),)
+    bias_pipeline = Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), read)
     bias_tiles: tuple[Buffer, ...] = ()
     if c.tiles_bias:
-        num_tiles = c.bias_stages * warpgroups
-        bias_tiles = (operand("sBiasTile", (64, c.tile_n, num_tiles), "query, key, stage of a warpgroup"),)
-        bias_pipeline = Pipeline(
-            "bias",
-            num_tiles,
-            "bias of a block and a warpgroup",
-            (producer.once(),),
-            (mma.per_warp_of_a_warpgroup(),),
-            bias_tiles[0].stage_bytes,
-        )
+        tile = operand("sBiasTile", (64, c.tile_n, c.bias_stages * warpgroups), "query, key, stage of a warpgroup")
+        what, read_by_one = "bias of a block and a warpgroup", (mma.per_warp_of_a_warpgroup(),)
+        bias_pipeline = Pipeline("bias", tile.shape[2], what, filled, read_by_one, tile.stage_bytes)
+        bias_tiles = (tile,)
 
     of_bias = (
         Step("bias", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
@@ -85,20 +72,16 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     beside = read_tile if c.tiles_bias and not c.reads_bias_late else []
     if c.tiles_bias:
         late = [*(read_tile if c.reads_bias_late else []), Step("mma", "", "adds the bias to S(n)")]
-    done = (mma.per_warp(), bias.per_warp()) if has_bias else (mma.per_warp(),)
+    done = (*read, bias.per_warp()) if has_bias else read
     return Schedule(
         kernel="kernels/sm90/forward.py:ForwardSm90",
         work=f"{c.tile_m} queries of {'a head' if c.group == 1 else f'{c.group} heads'}: "
         + ("one tile after the other" if c.persistent else "one tile"),
         roles=(producer, bias, mma),
         pipelines=(
-            Pipeline("tiles", c.tile_stages, "a tile's fields and its Q", (producer.once(),), done, sQ.stage_bytes),
-            Pipeline(
-                "k", c.stages, "K of a block, of all tiles", (producer.once(),), (mma.per_warp(),), sK.stage_bytes
-            ),
-            Pipeline(
-                "v", c.stages, "V of a block, of all tiles", (producer.once(),), (mma.per_warp(),), sV.stage_bytes
-            ),
+            Pipeline("tiles", c.tile_stages, "a tile's fields and its Q", filled, done, sQ.stage_bytes),
+            Pipeline("k", c.stages, "K of a block, of all tiles", filled, read, sK.stage_bytes),
+            Pipeline("v", c.stages, "V of a block, of all tiles", filled, read, sV.stage_bytes),
             bias_pipeline,
         ),
         shared=(tiles, entries, sO, sQ, sK, sV, sBias, *bias_tiles),
