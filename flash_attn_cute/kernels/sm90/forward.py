@@ -50,8 +50,7 @@ from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
-from flash_attn_cute.kernels.sm90.forward_shared import Entry, Shared
-from flash_attn_cute.kernels.sm90.forward_transfers import Transfers
+from flash_attn_cute.kernels.sm90.forward_transfers import Entry, Shared, Transfers
 from flash_attn_cute.kernels.sm90.mma import (
     as_operand_a,
     convert,

@@ -1,4 +1,9 @@
-"""Warpgroup 0 of the forward kernel: which tiles there are, and what they need (see ``forward``)."""
+"""Warpgroup 0 of the forward kernel: which tiles there are, and what they need; and its shared memory.
+
+``forward_schedule`` describes both.
+"""
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -7,11 +12,38 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
+from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.score_tensors import scores_of
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
-from flash_attn_cute.kernels.sm90.forward_shared import Shared
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block of keys, and under a mask what hides some of it."""
+
+    block: Int32
+    code: Int32 | None  # whether there are bits: if not negative
+    words: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it."""
+
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sO: cute.Tensor
+    tiles: cute.Tensor
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
+    pipe_K: pipeline.PipelineTmaAsync
+    pipe_V: pipeline.PipelineTmaAsync
+    entries: cute.Tensor | None  # under a mask
+    bias: SharedBias
+    sBiasTile: cute.Tensor | None  # of a bias that TMA loads: stages of warpgroup 0, then those of the next
 
 
 class Transfers:

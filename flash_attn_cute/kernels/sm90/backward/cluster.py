@@ -21,7 +21,7 @@ wait and signal themselves, once a tile.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Under a mask the mainloop goes over a list of blocks of queries. Every role reads it by itself (``cluster_blocks``).
+Under a mask the mainloop goes over a list of blocks of queries. Every role reads it by itself (``BlockIterator``).
 
 Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
@@ -52,10 +52,8 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
-from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import STAGES, cluster_schedule
-from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
-from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
+from flash_attn_cute.kernels.sm90.backward.cluster_transfers import BlockIterator, Shared, Tiles, Transfers
 from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
@@ -171,7 +169,7 @@ class BackwardClusterSm90(BackwardKernel):
         """Warpgroup 1: weights, and dV."""
         c, a, ws, shared = self.config, work.arguments, work.workspace, work.shared
         thread = cute.arch.thread_idx()[0] % 128
-        blocks = blocks_of_tile(c, a, ws, work.index)
+        blocks = BlockIterator.of(c, a, ws, work.index)
         tile = blocks.tile
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
@@ -277,7 +275,7 @@ class BackwardClusterSm90(BackwardKernel):
         c, a, shared = self.config, work.arguments, work.shared
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile = blocks_of_tile(c, a, work.workspace, work.index).tile
+        tile = BlockIterator.of(c, a, work.workspace, work.index).tile
         mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -354,7 +352,7 @@ class BackwardClusterSm90(BackwardKernel):
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c, ws, shared = self.config, work.workspace, work.shared
         thread = cute.arch.thread_idx()[0] % 128
-        blocks = blocks_of_tile(c, work.arguments, ws, work.index)
+        blocks = BlockIterator.of(c, work.arguments, ws, work.index)
         tile = blocks.tile
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))

@@ -1,7 +1,10 @@
-"""Warpgroup 0 of the backward kernel above d = 128: loads, and turns to add to dQ (see ``cluster_schedule``)."""
+"""Warpgroup 0 of the backward kernel above d = 128: loads, and turns to add to dQ; and what all of its roles read.
+
+``cluster_schedule`` describes all of it.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,12 +13,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
+from flash_attn_cute.kernels.common.key_lists import list_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, key_tile
 from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.semaphores import OrderedAdds
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
-from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
-from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
 
 _BOTH = 0b11  # CTAs of a cluster, for multicast
 _RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
@@ -31,6 +36,62 @@ class Tiles(NamedTuple):
     V: RowTiles
     dK: RowTiles | None  # None: it leaves from registers
     dV: RowTiles | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it."""
+
+    sK: cute.Tensor
+    sK_peer: cute.Tensor
+    sV: cute.Tensor
+    sQ: cute.Tensor
+    sdO: cute.Tensor
+    sdS: cute.Tensor
+    sP: cute.Tensor
+    dS: cute.Pointer  # sdS without its swizzle
+    stats: cute.Tensor
+    rings: Any  # those of the schedule, by name
+    order: OrderedAdds  # if deterministic
+    rank: Int32  # of this CTA
+
+    @staticmethod
+    def of(memory: SharedMemory, storage: Any, rank: Int32) -> "Shared":
+        """Shared memory of a CTA, on the device."""
+        rings = memory.rings(storage)
+        return Shared(
+            **memory.tensors(storage, "sK", "sK_peer", "sV", "sQ", "sdO", "sdS", "sP", "stats"),
+            rings=rings,
+            dS=storage.sdS.data_ptr(),
+            order=OrderedAdds(rings.order, rings.added, memory.tensors(storage, "turns")["turns"]),
+            rank=rank,
+        )
+
+
+@dataclass(frozen=True)
+class BlockIterator:
+    """Blocks of queries of a tile, step by step: an interval, or under a mask a list. Every role reads it by itself."""
+
+    tile: KeyTile
+    first_entry: Int32  # of the list
+
+    @staticmethod
+    @cute.jit
+    def of(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> "BlockIterator":
+        """Blocks of the tile of an index."""
+        tile, first_entry = key_tile(config, a, ws, index), Int32(0)
+        if const_expr(config.features.listed):
+            if tile.blocks.num > 0:
+                first_entry, _ = list_of(config, a, ws, tile.batch, tile.head, tile.block)
+        return BlockIterator(tile, first_entry)
+
+    def m_block(self, config: cutlass.Constexpr, ws: Workspace, step: Int32) -> Int32:
+        """The block of queries of a step."""
+        return ws.mEntries[self.first_entry + step, 0] if config.features.listed else self.tile.blocks.nth(step)
+
+    def turn(self, config: cutlass.Constexpr, ws: Workspace, step: Int32, m_block: Int32) -> Int32:
+        """Turn of the tile at dQ of that block."""
+        return ws.mEntries[self.first_entry + step, 2] if config.features.listed else self.tile.turn(config, m_block)
 
 
 @dataclass(frozen=True)
@@ -69,7 +130,7 @@ class Transfers:
     @cute.jit
     def _load(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: _Loads, shared: Shared) -> None:
         c, rows, ring = self.config, loads.rows, loads.ring
-        blocks = blocks_of_tile(c, a, ws, index)
+        blocks = BlockIterator.of(c, a, ws, index)
         tile = blocks.tile
         if tile.blocks.num > 0:
             once = Int32(0)
@@ -110,7 +171,7 @@ class Transfers:
     def wait_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
         c = self.config
-        blocks = blocks_of_tile(c, a, ws, index)
+        blocks = BlockIterator.of(c, a, ws, index)
         tile = blocks.tile
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)
@@ -121,7 +182,7 @@ class Transfers:
     def signal_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 3: passes turns on to the tiles that come after."""
         c = self.config
-        blocks = blocks_of_tile(c, a, ws, index)
+        blocks = BlockIterator.of(c, a, ws, index)
         tile = blocks.tile
         step = Int32(0)
         while step < tile.blocks.num:
