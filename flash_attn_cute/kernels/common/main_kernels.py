@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.query_tiles import QueryTiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import ForwardTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.schedule import Schedule
 
@@ -33,6 +33,11 @@ class MainKernel:
     def mmas(self) -> Any:
         """Products, called by their results, if they are of several kinds."""
         raise NotImplementedError
+
+    def loaded_tiles(self, name: str, mX: cute.Tensor) -> RowTiles:
+        """TMA tiles of a tensor as users have it, for loads into the buffer of that name."""
+        packed = self.config.features.packed
+        return self.memory.row_tiles(cpasync.CopyBulkTensorTileG2SOp(), name, rows_first(mX, packed), packed)
 
     def launch(self, kernel: Any, tiles: Int32, stream: Any, num_sms: Int32 | None = None, ctas_an_sm: int = 1) -> None:
         """Launches as many CTAs, or clusters, as SMs have room for or, if the kernel is not persistent, one a tile."""

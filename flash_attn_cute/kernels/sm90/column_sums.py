@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.assembly import fma, opaque, set_registers
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
-from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+from flash_attn_cute.kernels.common.rows import numbers_first
 from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.column_sums_config import ColumnSumsConfig
@@ -55,20 +55,15 @@ class ColumnSumsSm90(MainKernel):
     @cute.jit
     def __call__(self, a: ColumnSumsArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
-        packed, load = self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
         self.Storage = self.memory.struct()
-        tma = _Tiles(
-            Q=self.memory.row_tiles(load, "sQ", rows_first(a.mQ, packed), packed),
-            K=self.memory.row_tiles(load, "sK", rows_first(a.mK, packed), packed),
-        )
-        mLSE, mSums = (numbers_first(x, packed) for x in (a.mLSE, a.mSums))
+        tma = _Tiles(Q=self.loaded_tiles("sQ", a.mQ), K=self.loaded_tiles("sK", a.mK))
+        mLSE, mSums = (numbers_first(x, self.config.features.packed) for x in (a.mLSE, a.mSums))
         kernel = self.kernel(self.mmas(), tma, mLSE, mSums, a)
         self.launch(kernel, ColumnSumsTile.num(self.config, a), stream, a.numbers.num_sms)
 
     def mmas(self) -> cute.TiledMma:
         """See ``MainKernel``."""
-        k_major = OperandMajorMode.K
-        return tiled_mma(self.dtype, k_major, k_major, self.config.tile_n, warpgroup.OperandSource.RMEM)
+        return tiled_mma(self.dtype, self.config.tile_n, a_in_registers=True)
 
     @cute.kernel
     def kernel(

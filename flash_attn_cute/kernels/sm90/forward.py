@@ -35,7 +35,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
@@ -72,7 +72,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     raise_logits,
     read_bias_row,
 )
-from flash_attn_cute.kernels.sm90.shared import read_c, swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.sm90.shared import read_a, read_c, swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
@@ -92,11 +92,10 @@ class ForwardSm90(ForwardKernel):
 
     def mmas(self) -> ForwardMmas:
         """See ``MainKernel``."""
-        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c = self.config
         return ForwardMmas(
-            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, registers if c.q_in_registers else shared),
-            O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
+            S=tiled_mma(self.dtype, c.tile_n, a_in_registers=c.q_in_registers),
+            O=tiled_mma(self.dtype, c.tile_dv, mn_major="b", a_in_registers=True),
         )
 
     def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
@@ -276,11 +275,7 @@ class ForwardSm90(ForwardKernel):
     def _receive_Q(self, work: "_Work", stage: Int32) -> None:
         """Q of a tile from shared memory into registers, where it belongs there."""
         if const_expr(self.config.q_in_registers):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            tiled_copy = cute.make_tiled_copy_A(atom, work.mmas.S)
-            from_shared = tiled_copy.get_slice(work.thread)
-            sQ = work.shared.sQ[None, None, work.warpgroup, stage]
-            cute.copy(tiled_copy, from_shared.partition_S(sQ), from_shared.retile(work.tSrQ))
+            read_a(work.mmas.S, work.shared.sQ[None, None, work.warpgroup, stage], work.tSrQ, work.thread)
 
     @cute.jit
     def _mainloop(

@@ -14,11 +14,14 @@ from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
 
 
-def tiled_mma(
-    dtype: type, major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object
-) -> cute.TiledMma:
-    """Products of 64 rows by one warpgroup, summed in float32."""
-    return sm90.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a)
+def tiled_mma(dtype: type, columns: int, mn_major: str = "", a_in_registers: bool = False) -> cute.TiledMma:
+    """Products of 64 rows by one warpgroup, summed in float32.
+
+    ``mn_major`` names the operands, "a", "b" or both, that are MN-major; others are K-major.
+    """
+    majors = (OperandMajorMode.MN if x in mn_major else OperandMajorMode.K for x in "ab")
+    source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
+    return sm90.make_trivial_tiled_mma(dtype, dtype, *majors, Float32, (1, 1, 1), (64, columns), source)
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
@@ -71,8 +71,8 @@ class SelectionSm90(ItemKernel):
         parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
         tma = ForwardTiles(
             Q=self.loads_of_heads(a.mQ),
-            K=self.block_tiles("sK", a.mK),
-            V=self.block_tiles("sV", a.mV),
+            K=self.loaded_tiles("sK", a.mK),
+            V=self.loaded_tiles("sV", a.mV),
             O=self.stores_of_picks(parts["mOut"], c.tile_dv),
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
@@ -83,11 +83,9 @@ class SelectionSm90(ItemKernel):
 
     def mmas(self) -> ForwardMmas:
         """See ``MainKernel``."""
-        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c = self.config
         return ForwardMmas(
-            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared),
-            O=tiled_mma(self.dtype, k_major, mn_major, c.tile_dv, registers),
+            S=tiled_mma(self.dtype, c.tile_n), O=tiled_mma(self.dtype, c.tile_dv, mn_major="b", a_in_registers=True)
         )
 
     def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:

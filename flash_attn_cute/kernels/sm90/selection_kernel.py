@@ -60,11 +60,6 @@ class ItemKernel(MainKernel):
         self.transfers = SelectionTransfers(config)
         self.tables = SelectionTableKernels(config)
 
-    def block_tiles(self, name: str, mX: cute.Tensor) -> RowTiles:
-        """TMA tiles of k or v: loads of a block of keys into the buffer of that name."""
-        packed = self.config.features.packed
-        return self.memory.row_tiles(cpasync.CopyBulkTensorTileG2SOp(), name, rows_first(mX, packed), packed)
-
     def head_tiles(self, operation: Any, mX: cute.Tensor) -> RowTiles:
         """TMA tiles of a tensor (heads, d, row, batch): some columns of a group's heads, of one row."""
         group = self.config.group

@@ -22,7 +22,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
@@ -53,8 +53,7 @@ class BiasGradientSm90(BiasGradientKernel):
 
     def mmas(self) -> cute.TiledMma:
         """See ``MainKernel``."""
-        k_major = OperandMajorMode.K
-        return tiled_mma(self.dtype, k_major, k_major, self.config.tile_n, warpgroup.OperandSource.SMEM)
+        return tiled_mma(self.dtype, self.config.tile_n)
 
     @cute.kernel
     def kernel(

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
@@ -81,27 +81,24 @@ class BackwardClusterSm90(BackwardKernel):
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
-        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c, dtype = self.config, self.dtype
         return _Mmas(
-            S=tiled_mma(dtype, k_major, k_major, 64, registers if c.keys_in_registers else shared),
-            dV=tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers),
-            dK=tiled_mma(dtype, k_major, mn_major, c.columns_dK, registers),
-            dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
+            S=tiled_mma(dtype, 64, a_in_registers=c.keys_in_registers),
+            dV=tiled_mma(dtype, c.columns_dO, mn_major="b", a_in_registers=True),
+            dK=tiled_mma(dtype, c.columns_dK, mn_major="b", a_in_registers=True),
+            dQ=tiled_mma(dtype, c.columns_dQ, mn_major="ab"),
         )
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Tiles:
         """See ``BackwardKernel``."""
         f, row_tiles = self.config.features, self.memory.row_tiles
-        to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        mQ, mK, mV, mdO = (rows_first(x, f.packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        to_both, store = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileS2GOp()
         return Tiles(
-            Q=row_tiles(to_both, "sQ", mQ, f.packed),
-            dO=row_tiles(to_both, "sdO", mdO, f.packed),
-            K=row_tiles(load, "sK", mK, f.packed),
-            K_peer=row_tiles(load, "sK_peer", mK, f.packed),
-            V=row_tiles(load, "sV", mV, f.packed),
+            Q=row_tiles(to_both, "sQ", rows_first(a.mQ, f.packed), f.packed),
+            dO=row_tiles(to_both, "sdO", rows_first(a.mdO, f.packed), f.packed),
+            K=self.loaded_tiles("sK", a.mK),
+            K_peer=self.loaded_tiles("sK_peer", a.mK),
+            V=self.loaded_tiles("sV", a.mV),
             dK=None if f.wide else row_tiles(store, "sQ", mdK, f.packed),
             dV=None if f.wide else row_tiles(store, "sdO", mdV, f.packed),
         )

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
@@ -105,35 +105,29 @@ class BackwardCtaSm90(BackwardKernel):
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
-        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c, dtype = self.config, self.dtype
+        of_dQ = "a" if c.transposes_dQ else "b" if c.dS_by_queries else "ab"
         return _Mmas(
-            S=tiled_mma(dtype, k_major, k_major, c.tile_m, shared),
-            S_registers=tiled_mma(dtype, k_major, k_major, c.tile_m, registers),
-            dV=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
-            dK=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
-            dQ=tiled_mma(
-                dtype,
-                k_major if c.dS_by_queries and not c.transposes_dQ else mn_major,
-                k_major if c.transposes_dQ else mn_major,
-                c.columns_dQ,
-                shared,
-            ),
+            S=tiled_mma(dtype, c.tile_m),
+            S_registers=tiled_mma(dtype, c.tile_m, a_in_registers=True),
+            dV=tiled_mma(dtype, c.tile_d, mn_major="b", a_in_registers=True),
+            dK=tiled_mma(dtype, c.tile_d, mn_major="b", a_in_registers=True),
+            dQ=tiled_mma(dtype, c.columns_dQ, mn_major=of_dQ),
         )
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
         """See ``BackwardKernel``."""
-        f, packed, row_tiles = self.config.features, self.config.features.packed, self.memory.row_tiles
+        c, f, row_tiles = self.config, self.config.features, self.memory.row_tiles
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
         return BackwardTiles(
-            **{name: row_tiles(load, f"s{name}", rows_first(x, packed), packed) for name, x in tensors.items()},
-            dK=None if f.wide else row_tiles(store, "sOut", mdK, packed),
-            dV=None if f.wide else row_tiles(store, "sOut", mdV, packed),
-            bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if self.config.tiles_bias else None,
-            dBias=row_tiles(store, "sdS", scores_first(a.mdBias, f.packed), f.packed)
-            if self.config.tiles_dbias
-            else None,
+            Q=self.loaded_tiles("sQ", a.mQ),
+            dO=self.loaded_tiles("sdO", a.mdO),
+            K=self.loaded_tiles("sK", a.mK),
+            V=self.loaded_tiles("sV", a.mV),
+            dK=None if f.wide else row_tiles(store, "sOut", mdK, f.packed),
+            dV=None if f.wide else row_tiles(store, "sOut", mdV, f.packed),
+            bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if c.tiles_bias else None,
+            dBias=row_tiles(store, "sdS", scores_first(a.mdBias, f.packed), f.packed) if c.tiles_dbias else None,
         )
 
     @cute.kernel

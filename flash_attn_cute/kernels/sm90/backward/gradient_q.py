@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.backward import CELL_NUMBERS
@@ -90,8 +90,7 @@ class GradientQSm90(MainKernel):
 
     def mmas(self) -> cute.TiledMma:
         """dQ = dS K, of operands that lie with queries and columns of K next to each other."""
-        mn_major = OperandMajorMode.MN
-        return tiled_mma(self.dtype, mn_major, mn_major, self.config.tile_d, warpgroup.OperandSource.SMEM)
+        return tiled_mma(self.dtype, self.config.tile_d, mn_major="ab")
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
@@ -99,11 +98,9 @@ class GradientQSm90(MainKernel):
         c, n = self.config, a.numbers
         mdQ = rows_first(a.mdQ, packed=False)
         self.Storage = self.memory.struct()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma = _Tiles(
-            K=self.memory.row_tiles(load, "sK", rows_first(a.mK, packed=False), ragged=False),
-            dQ=None if c.features.wide else self.memory.row_tiles(store, "sOut", mdQ, ragged=False),
-        )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        dQ = None if c.features.wide else self.memory.row_tiles(store, "sOut", mdQ, ragged=False)
+        tma = _Tiles(K=self.loaded_tiles("sK", a.mK), dQ=dQ)
         kernel = self.kernel(self.mmas(), tma, mdQ, a, ws)
         self.launch(kernel, n.num_m_blocks * a.mQ.shape[2], stream, n.num_sms, c.ctas_of_dQ)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, pack
@@ -113,8 +113,8 @@ class SelectionBackwardSm90(ItemKernel):
         parts = carved(a.mWorkspace, sizes, Float32)
         tma = _Tma(
             Q=self.loads_of_heads(a.mQ),
-            K=self.block_tiles("sK", a.mK),
-            V=self.block_tiles("sV", a.mV),
+            K=self.loaded_tiles("sK", a.mK),
+            V=self.loaded_tiles("sV", a.mV),
             dO=self.loads_of_heads(a.mdO),
             dQ=self.stores_of_picks(parts["mdQ"], c.tile_d) if const_expr(c.has_scaled_dQ) else None,
         )
@@ -129,13 +129,12 @@ class SelectionBackwardSm90(ItemKernel):
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
-        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c = self.config
         return _Mmas(
-            S=tiled_mma(self.dtype, k_major, k_major, c.tile_n, shared),
-            dV=tiled_mma(self.dtype, mn_major, mn_major, c.tile_dv, shared),
-            dK=tiled_mma(self.dtype, mn_major, mn_major, c.tile_d, shared),
-            dQ=tiled_mma(self.dtype, k_major, mn_major, COLUMNS, registers),
+            S=tiled_mma(self.dtype, c.tile_n),
+            dV=tiled_mma(self.dtype, c.tile_dv, mn_major="ab"),
+            dK=tiled_mma(self.dtype, c.tile_d, mn_major="ab"),
+            dQ=tiled_mma(self.dtype, COLUMNS, mn_major="b", a_in_registers=True),
         )
 
     def loads(self, tma: Any, shared: Any) -> tuple[tuple[RowTiles, cute.Tensor], ...]:
