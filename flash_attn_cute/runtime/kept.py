@@ -114,10 +114,11 @@ class Sources:
     def __init__(self, named: dict[str, list[Tensor]]) -> None:
         """By the names of arguments."""
         self._before = _versions(named)
-        everything = [x for some in named.values() for x in some]
-        self.are_real = all(map(_is_real, everything))
-        gpu = next((x.device for x in everything if x.is_cuda), None) if self.are_real else None
-        self._kept = None if gpu is None else Kept(everything, gpu, is_new=False)
+        # Held, as tensors that come after one that is gone may have its id.
+        self._tensors = [x for some in named.values() for x in some]
+        self.are_real = all(map(_is_real, self._tensors))
+        gpu = next((x.device for x in self._tensors if x.is_cuda), None) if self.are_real else None
+        self._kept = None if gpu is None else Kept(self._tensors, gpu, is_new=False)
 
     def use(self, named: dict[str, list[Tensor]], *, checked: bool = True) -> None:
         """Has the current stream read them.
@@ -164,9 +165,12 @@ def made(store: Store, key: Hashable, device: torch.device, make: Callable[[], T
         there = store.get(key)
         if there is None:
             unfinished = _Unfinished(store, key)
-            there = store.setdefault(key, unfinished)
-            if there is unfinished:
-                return _make(unfinished, device, make, in_thread)
+            try:
+                there = store.setdefault(key, unfinished)
+                if there is unfinished:
+                    return _make(unfinished, device, make, in_thread)
+            finally:
+                unfinished.end()
         if isinstance(there, Kept):
             value: T = there.get()
             return value
@@ -189,17 +193,10 @@ def finish(store: Store) -> None:
 def _make(unfinished: _Unfinished, device: torch.device, make: Callable[[], T], in_thread: bool) -> T:
     store, key = unfinished.store, unfinished.key
     _unfinished.add(unfinished)
-    try:
-        kept = Kept((apart if in_thread else outside)(make, device), device)
-        if len(store) > _MOST:
-            store.pop(next((other for other, there in list(store.items()) if isinstance(there, Kept)), None), None)
-        store[key] = kept
-    except BaseException:
-        store.pop(key, None)
-        raise
-    finally:
-        _unfinished.discard(unfinished)
-        unfinished.done.set()
+    kept = Kept((apart if in_thread else outside)(make, device), device)
+    if len(store) > _MOST:
+        store.pop(next((other for other, there in list(store.items()) if isinstance(there, Kept)), None), None)
+    store[key] = kept
     graphs.release()
     return kept.value
 
@@ -237,6 +234,17 @@ def copied(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not _is_real(x):
         return x.clone()
     return outside(lambda: x.detach().clone(), x.device)
+
+
+def lasting(x: Tensor) -> Tensor:
+    """The tensor as calls after this one may read it.
+
+    One of torch.func.grad or jvp is without their wrappers, which end with them. One of inference mode, whose writes
+    are not counted and which no backward pass may save, becomes a copy.
+    """
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return copied(x) if x.is_inference() else x
 
 
 def is_captured(device: torch.device) -> bool:
@@ -301,6 +309,13 @@ class _Unfinished:
     def __init__(self, store: Store, key: Hashable) -> None:
         self.store, self.key = store, key
         self.done = threading.Event()
+
+    def end(self) -> None:
+        """Has the others look for what has been made; nothing is kept of what failed."""
+        if self.store.get(self.key) is self:
+            del self.store[self.key]
+        _unfinished.discard(self)
+        self.done.set()
 
 
 _unfinished: set[_Unfinished] = set()

@@ -43,17 +43,14 @@ class Node:
     is_regular: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Records the versions of its tensors; tensors of inference mode, which have none, become copies."""
+        """Records the versions of its tensors, which ``kept.lasting`` has made such that have one."""
         self._kept: kept.Store = {}
         self._sources: kept.Sources | None = None  # None in a program that is compiled
         if torch.compiler.is_compiling():
             return
-        tensors = self._tensors()
-        if any(x.is_inference() for x in tensors.values()):
-            copies: dict[int, Tensor] = {}
-            for name, x in tensors.items():
-                if x.is_inference():
-                    setattr(self, name, copies.setdefault(id(x), kept.copied(x)))
+        lasting: dict[int, Tensor] = {}
+        for name, x in self._tensors().items():
+            setattr(self, name, lasting.setdefault(id(x), kept.lasting(x)))
         self._sources = kept.Sources(self._named())
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.sparsity.selection import Selection
 
 _UNBUILT = (
-    "block_mask: expected one that has been built, as that waits for the device, which torch.compile and CUDA graphs "
-    "cannot: call its build() before"
+    "block_mask: expected one that has been built, as that waits for the device, which torch.compile, CUDA graphs and "
+    "torch.vmap over its tensors cannot: call its build() before"
 )
 _UNBUILT_TABLES = (
     "block_mask: expected one that has been built with its tables, which a window or documents need beside seqused, "
@@ -67,8 +67,7 @@ class TabledMask:
         """Looks for equivalent arguments, and for what is known about waits."""
         is_default = isinstance(self._order, str) and self._order == "default"
         if isinstance(self._order, Tensor) and not torch.compiler.is_compiling():
-            if self._order.is_inference():  # calls that train save it for their backward passes
-                object.__setattr__(self, "_order", kept.copied(self._order))
+            object.__setattr__(self, "_order", kept.lasting(self._order))
             object.__setattr__(self, "_sources", kept.Sources({"order": [self._order]}))
         object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
         is_regular = is_default and self._node.is_regular

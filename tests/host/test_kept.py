@@ -90,6 +90,18 @@ def made_in_inference_mode(thing: Thing, device: str) -> None:
         assert not any(x.is_inference() for x in tensors_kept(each)), "training may save it for a backward pass"
 
 
+def made_within_a_transform(thing: Thing, device: str) -> None:
+    """Results of operators within torch.func.grad have wrappers, which end with it."""
+    made: list[Any] = []
+
+    def loss(x: Tensor) -> Tensor:
+        made.append(thing.on(device)[0])
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(1, device=device))
+    check(thing, results(thing, made[0], device), device)
+
+
 def no_grad_first(thing: Thing, device: str) -> None:
     """Rows are made first, and columns later."""
     _first_within(torch.no_grad, thing, device)
@@ -461,6 +473,7 @@ SITUATIONS: dict[Callable[[Thing, str], None], tuple[tuple[str, ...], set[str]]]
     threads: (BOTH, ALL - {"context_parallel"}),  # which puts attention of all threads in its place
     inference_mode_first: (BOTH, ALL),
     made_in_inference_mode: (BOTH, OWNED),
+    made_within_a_transform: (BOTH, OWNED - {"function"}),  # which keeps the wrappers that it looks up
     no_grad_first: (BOTH, ALL),
     autocast_first: (BOTH, ALL),
     fake_tensors_first: (BOTH, OWNED),
@@ -536,6 +549,30 @@ def test_failures_leave_nothing() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             flash_attn_func(*inputs("cpu"), block_mask=made)
+
+
+def test_an_interrupt_leaves_nothing() -> None:
+    """It may come between any two lines; others that ask would wait for ever."""
+
+    class Interrupted(dict[Any, Any]):
+        def setdefault(self, key: Any, default: Any = None) -> Any:
+            super().setdefault(key, default)
+            raise KeyboardInterrupt
+
+    store = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        kept.made(store, "key", torch.device("cpu"), list)
+    assert not store
+
+
+def test_ids_of_sources_are_not_given_to_others() -> None:
+    """A tensor in the place of one that is gone may have its id, and as many writes."""
+    named = {"mask_mod": [torch.zeros(1)]}
+    source, sources = weakref.ref(named["mask_mod"][0]), kept.Sources(named)
+    named.clear()
+    assert source() is not None
+    with pytest.raises(ValueError, match="mask_mod: expected what it was"):
+        sources.use({"mask_mod": [torch.zeros(1)]})
 
 
 def test_copies_of_parts_are_not_of_the_whole() -> None:
