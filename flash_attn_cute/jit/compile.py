@@ -10,7 +10,7 @@ from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from flash_attn_cute.kernels import registry
-from flash_attn_cute.kernels.arguments import Kind, described
+from flash_attn_cute.kernels.arguments import Argument, described
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 
 
@@ -41,23 +41,24 @@ def _fakes(arguments: type, config: Any) -> Any:
         if isinstance(described_as, type):
             fakes[name] = _fakes(described_as, config)
         else:
-            fakes[name] = _fake(described_as.kind, config) if described_as.is_given(config) else None
+            fakes[name] = _fake(described_as, config) if described_as.is_given(config) else None
     return arguments(**fakes)
 
 
-def _fake(kind: Kind, config: Any) -> Any:
-    """An argument of a kind, without data: all its sizes and strides are open."""
-    dtype = getattr(cutlass, kind.dtype) if kind.dtype else DTYPES[config.dtype]
-    if kind.float32_if and attrgetter(kind.float32_if)(config):
+def _fake(argument: Argument, config: Any) -> Any:
+    """An argument without data: all its sizes and strides are open."""
+    dtype = getattr(cutlass, argument.dtype) if argument.dtype else DTYPES[config.dtype]
+    if argument.float32_if and attrgetter(argument.float32_if)(config):
         dtype = cutlass.Float32
-    if kind.rank == 0:
+    if argument.rank == 0:
         return dtype(1)
-    size = cute.sym_int64 if kind.wide else cute.sym_int
-    rank = kind.rank
-    if rank > 1 and config.features.packed and not kind.of_scores:
+    size = cute.sym_int64 if argument.wide else cute.sym_int
+    rank = argument.rank
+    if rank > 1 and config.features.packed and not argument.of_scores:
         rank -= 1
-    divisibility = max(1, 8 * kind.align // dtype.width)
+    divisibility = max(1, 8 * argument.align // dtype.width)
     strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)]
-    strided = attrgetter(kind.strided)(config) if isinstance(kind.strided, str) else kind.strided
+    strided = attrgetter(argument.strided)(config) if isinstance(argument.strided, str) else argument.strided
     last = cute.sym_int64() if strided else 1
-    return make_fake_tensor(dtype, [size() for _ in range(rank)], [*strides, last], assumed_align=kind.align or None)
+    sizes = [size() for _ in range(rank)]
+    return make_fake_tensor(dtype, sizes, [*strides, last], assumed_align=argument.align or None)

@@ -1,7 +1,7 @@
 """Launch arguments of each pass, by name: every tensor and number once.
 
 A field's annotation says what it is. From that alone ``jit.compile`` makes fake arguments to compile with, so a new
-argument, of a new ``Kind`` too, is a line here, one where the backend gives it, and one where a kernel uses it. The
+argument, of a new kind too, is a line here, one where the backend gives it, and one where a kernel uses it. The
 backend gives torch tensors and numbers, kernels see the DSL's. Needs no cutlass.
 
 Layouts, dense and packed (n sequences):
@@ -29,8 +29,8 @@ BLOCK = 128  # queries and keys of a block mask's blocks
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Kind of an argument, as compiled code has to know it."""
+class Argument:
+    """An argument, as compiled code has to know it."""
 
     dtype: str  # as cutlass calls it; none: the configuration's
     rank: int = 0  # 0: a number; 1: a vector; more: a tensor of a dense batch, which packed has a dimension less
@@ -39,50 +39,39 @@ class Kind:
     of_scores: bool = False  # of rank 4, packed or not
     strided: bool | str = False  # whether the last dimension has any stride, or the configuration's attribute for it
     float32_if: str = ""  # the configuration's attribute that makes it float32
-
-
-ROWS = Kind("", rank=4, align=16)  # as TMA can read them
-ROW_NUMBERS = Kind("Float32", rank=3)
-FLOATS, INTS = Kind("Float32", rank=1), Kind("Int32", rank=1)
-BYTES = Kind("Uint8", rank=1, align=PART_ALIGN, wide=True)
-FLOAT, INT = Kind("Float32"), Kind("Int32")
-MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
-BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
-RESULT = replace(ROWS, float32_if="features.wide")
-SUMS = Kind("Float32", rank=4, align=16)  # of rows
-RESIDUAL = Kind("Int8", rank=4, align=16)
-BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
-
-
-@dataclass(frozen=True)
-class Argument:
-    """Kind of an argument, and whether a configuration has it."""
-
-    kind: Kind
-    when: str = ""  # the configuration's attribute that says so; none: always
+    when: str = ""  # the configuration's attribute that says whether kernels take it; none: always
 
     def is_given(self, config: Any) -> bool:
         """Whether kernels of this configuration take it; else it is None."""
         return not self.when or bool(attrgetter(self.when)(config))
 
 
-_ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (ROWS, ROW_NUMBERS, INT, FLOAT))
-_RESULT = Argument(RESULT)
-_RESIDUAL = Argument(RESIDUAL, when="features.residual")
-_OFFSETS = Argument(INTS, when="features.packed")
-_USED_Q = Argument(INTS, when="features.seqused_q")
-_USED_K = Argument(INTS, when="features.seqused_k")
-_MAX_LOGITS = Argument(FLOATS, when="features.max_logits")  # (heads,), -inf before; raised
-_MASK = Argument(MASK, when="features.mask")  # 0: hidden
-_BIAS = Argument(BIAS, when="features.bias")
-_ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
-_SEEN = Argument(Kind("Int32", rank=1, align=8), when="features.intervals")
-_SELECTED = Argument(replace(MASK, dtype="Int32"))
-_OF_LISTS = Argument(INT, when="features.listed")
-_OF_BLOCKS = Argument(INT, when="features.block_mask")
-_OF_CELLS = Argument(INT, when="stores_dS")
-_OF_KEY_BITS = Argument(INT, when="key_bits")
-_TABLE = Argument(INTS, when="features.block_mask")
+_ROWS = Argument("", rank=4, align=16)  # as TMA can read them
+_RESULT = replace(_ROWS, float32_if="features.wide")
+_RESIDUAL = Argument("Int8", rank=4, align=16, when="features.residual")
+_SUMS = Argument("Float32", rank=4, align=16)  # of rows
+_ROW_NUMBERS = Argument("Float32", rank=3)
+_DLSE = replace(_ROW_NUMBERS, when="features.dlse")
+_FLOAT, _INT = Argument("Float32"), Argument("Int32")
+_OF_LISTS = replace(_INT, when="features.listed")
+_OF_BLOCKS = replace(_INT, when="features.block_mask")
+_OF_CELLS = replace(_INT, when="stores_dS")
+_OF_KEY_BITS = replace(_INT, when="key_bits")
+_FLOATS, _INTS = Argument("Float32", rank=1), Argument("Int32", rank=1)
+_MAX_LOGITS = replace(_FLOATS, when="features.max_logits")  # (heads,), -inf before; raised
+_SINK = replace(_FLOATS, when="features.sink")  # (heads,)
+_OFFSETS = replace(_INTS, when="features.packed")
+_USED_Q = replace(_INTS, when="features.seqused_q")
+_USED_K = replace(_INTS, when="features.seqused_k")
+_TABLE = replace(_INTS, when="features.block_mask")
+_BITS = replace(_INTS, align=PART_ALIGN, wide=True, when="reorders_bits")
+_SEEN = replace(_INTS, align=8, when="features.intervals")
+_BYTES = Argument("Uint8", rank=1, align=PART_ALIGN, wide=True)
+_MASK = Argument("Uint8", rank=4, of_scores=True, strided=True, when="features.mask")  # 0: hidden
+_ANY_BIAS = replace(_MASK, dtype="", float32_if="features.float32_bias", when="features.bias")
+_BIAS = replace(_ANY_BIAS, strided="features.strided_bias")
+_DBIAS = replace(_ANY_BIAS, strided=False, when="")
+_SELECTED = replace(_MASK, dtype="Int32", when="")
 
 
 class BlockArguments(NamedTuple):
@@ -93,8 +82,8 @@ class BlockArguments(NamedTuple):
 
     mSpans: Annotated[Any, _TABLE]  # (lists, first entry and how many)
     mEntries: Annotated[Any, _TABLE]  # (entries, block and tile; backward also the turn)
-    mTiles: Annotated[Any, replace(_TABLE, kind=replace(INTS, align=16))]  # (tiles, 128 queries, 4 words)
-    mBits: Annotated[Any, Argument(BITS, when="reorders_bits")]  # room for the same in the order of registers
+    mTiles: Annotated[Any, replace(_TABLE, align=16)]  # (tiles, 128 queries, 4 words)
+    mBits: Annotated[Any, _BITS]  # room for the same in the order of registers
 
 
 class ForwardNumbers(NamedTuple):
@@ -127,11 +116,11 @@ class ForwardArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
+    mSink: Annotated[Any, _SINK]
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
-    mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
-    mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
+    mWorkspace: Annotated[Any, replace(_BYTES, when="features.mask")]  # room for what is made of a mask
+    mNextTile: Annotated[Any, replace(_INTS, when="persistent")]  # counters of a stream; takes the first
     blocks: BlockArguments
     mIntervals: Annotated[Any, _SEEN]  # (batch, query, first key and that behind the last), flattened
     numbers: ForwardNumbers
@@ -172,25 +161,25 @@ class BackwardArguments(NamedTuple):
     mResidual: Annotated[Any, _RESIDUAL]
     mdO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
-    mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]
+    mdLSE: Annotated[Any, _DLSE]
     mdQ: Annotated[Any, _RESULT]
     mdK: Annotated[Any, _RESULT]
     mdV: Annotated[Any, _RESULT]
-    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False), when="features.dbias")]
-    mdBiasOfKeys: Annotated[Any, Argument(ROW_NUMBERS, when="features.dbias_of_keys")]  # (batch, heads, keys), zeros
-    mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
+    mdBias: Annotated[Any, replace(_DBIAS, when="features.dbias")]
+    mdBiasOfKeys: Annotated[Any, replace(_ROW_NUMBERS, when="features.dbias_of_keys")]  # (batch, heads, keys), zeros
+    mWorkspace: Annotated[Any, _BYTES]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _ANY_BIAS]
-    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, of blocks of dQ to round, and to zero
+    mNextTile: Annotated[Any, _INTS]  # counters of a stream: of tiles, of blocks of dQ to round, and to zero
     blocks: BlockArguments
     # Of a block mask, flattened: blocks of keys as they are launched, of batch entries and key heads that differ, and
     # how many tiles add to each block of queries, of lists that differ.
     mLaunchOrder: Annotated[Any, _TABLE]
-    mContributors: Annotated[Any, replace(_TABLE, kind=replace(INTS, strided=True))]
+    mContributors: Annotated[Any, replace(_TABLE, strided=True)]
     mIntervals: Annotated[Any, _SEEN]  # (batch, key, first query and that behind the last), flattened
     numbers: BackwardNumbers
 
@@ -223,16 +212,16 @@ class BiasGradientArguments(NamedTuple):
     mK: Annotated[Any, _ROWS]
     mV: Annotated[Any, _ROWS]
     mdO: Annotated[Any, _ROWS]
-    mWorkspace: Annotated[Any, Argument(BYTES)]  # of the backward pass, which begins with lse and delta
-    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False))]  # of the bias's own shape
+    mWorkspace: Annotated[Any, _BYTES]  # of the backward pass, which begins with lse and delta
+    mdBias: Annotated[Any, _DBIAS]  # of the bias's own shape
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
-    mTables: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
-    mSums: Annotated[Any, Argument(BYTES, when="split")]  # and for the sums of CTAs that share a tile
+    mTables: Annotated[Any, replace(_BYTES, when="features.mask")]  # room for what is made of a mask
+    mSums: Annotated[Any, replace(_BYTES, when="split")]  # and for the sums of CTAs that share a tile
     blocks: BlockArguments
     numbers: BiasGradientNumbers
 
@@ -277,10 +266,10 @@ class SelectionArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
+    mSink: Annotated[Any, _SINK]
     mSelected: Annotated[Any, _SELECTED]  # (batch, heads, rows, top / parts), of all rows
-    mTables: Annotated[Any, Argument(BYTES)]  # room for ``kernels.selection.table_parts``; launches for rows share it
-    mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.workspace_parts``
+    mTables: Annotated[Any, _BYTES]  # room for ``kernels.selection.table_parts``; launches for rows share it
+    mWorkspace: Annotated[Any, _BYTES]  # of ``kernels.selection.workspace_parts``
     numbers: SelectionNumbers
 
 
@@ -293,17 +282,17 @@ class SelectionBackwardArguments(NamedTuple):
     mO: Annotated[Any, _ROWS]
     mdO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
-    mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]
+    mdLSE: Annotated[Any, _DLSE]
     mdQ: Annotated[Any, _ROWS]
-    mdK: Annotated[Any, Argument(SUMS)]  # of all launches so far; this one adds to them
-    mdV: Annotated[Any, Argument(SUMS)]
+    mdK: Annotated[Any, _SUMS]  # of all launches so far; this one adds to them
+    mdV: Annotated[Any, _SUMS]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
     mSelected: Annotated[Any, _SELECTED]  # as in ``SelectionArguments``
-    mTables: Annotated[Any, Argument(BYTES)]
-    mWorkspace: Annotated[Any, Argument(BYTES)]  # of ``kernels.selection.backward_workspace_parts``
+    mTables: Annotated[Any, _BYTES]
+    mWorkspace: Annotated[Any, _BYTES]  # of ``kernels.selection.backward_workspace_parts``
     numbers: SelectionNumbers
 
 
@@ -328,7 +317,7 @@ class ColumnSumsArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream; takes the first
+    mNextTile: Annotated[Any, _INTS]  # counters of a stream; takes the first
     numbers: ColumnSumsNumbers
 
 

@@ -154,14 +154,14 @@ def test_arguments_are_those_of_the_configuration(
             assert (value is not None) == argument.is_given(config), name
             if not isinstance(value, Tensor):
                 continue
-            kind, size = argument.kind, value.element_size()
-            loses_one = kind.rank > 1 and config.features.packed and not kind.of_scores
-            assert value.ndim == kind.rank - loses_one, name
-            strided = attrgetter(kind.strided)(config) if isinstance(kind.strided, str) else kind.strided
+            size = value.element_size()
+            loses_one = argument.rank > 1 and config.features.packed and not argument.of_scores
+            assert value.ndim == argument.rank - loses_one, name
+            strided = attrgetter(argument.strided)(config) if isinstance(argument.strided, str) else argument.strided
             assert strided or value.stride(-1) == 1, name
-            if kind.rank > 1:  # the workspace is a GPU's allocator's business
-                assert value.data_ptr() % (kind.align or size) == 0, name
-            assert all(stride * size % (kind.align or size) == 0 for stride in value.stride()[:-1]), name
+            if argument.rank > 1:  # the workspace is a GPU's allocator's business
+                assert value.data_ptr() % (argument.align or size) == 0, name
+            assert all(stride * size % (argument.align or size) == 0 for stride in value.stride()[:-1]), name
 
 
 # Those whose passes are prepared for calls that look alike; causal ones with fewer keys are split, or packed.
@@ -548,7 +548,7 @@ def test_saved_tensors_may_have_any_layout(
     backward(others)
     (config, expected), (_, given) = launches
     for name, argument, x in described_tensors(given):
-        y, align = getattr(expected, name, None), argument.kind.align
+        y, align = getattr(expected, name, None), argument.align
         if (
             isinstance(x, Tensor)
             and isinstance(y, Tensor)

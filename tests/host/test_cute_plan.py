@@ -113,7 +113,7 @@ def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
         assert architecture_of(planned.config) is SM90
         numbers = described(pass_of(planned.config).arguments)["numbers"]
         assert type(planned.numbers) is numbers
-        assert {argument.kind.rank for argument in described(numbers).values()} == {0}
+        assert {argument.rank for argument in described(numbers).values()} == {0}
 
 
 def test_what_is_absent_is_not_asked_for() -> None:
