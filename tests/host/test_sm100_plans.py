@@ -12,10 +12,10 @@ from flash_attn_cute.backends.cute.plan import Shapes, plan_backward, plan_forwa
 from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
+from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.config import (
-    COMPUTE_WARPGROUPS,
     HEAD_DIMS,
     O_COLUMNS,
     PART_ROWS,
@@ -39,17 +39,23 @@ def test_sizes(d: int, queries: int) -> None:
         check_sizes(chosen((d, d_v), queries=queries), d, d_v)
 
 
+def check_schedule(schedule: Schedule) -> None:
+    """Shared memory suffices, and registers do for the warpgroups, each of which has one number of them."""
+    assert schedule.num_bytes <= SHARED_MEMORY
+    registers = {warp // 4: role.registers for role in schedule.roles for warp in role.warps}
+    assert len(registers) == 4
+    assert sum(registers.values()) <= 512
+    assert all(24 <= x <= 256 and x % 8 == 0 for x in registers.values())
+
+
 def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     if c.ctas_a_tile == 2:
         assert (c.tile_d, c.tile_dv) in ((192, 128), (256, 128), (256, 256))
         assert c.columns_shared % O_COLUMNS == 0
     assert c.tile_d >= d
     assert c.tile_dv >= d_v
-    assert forward_schedule(c).num_bytes <= SHARED_MEMORY
+    check_schedule(forward_schedule(c))
     assert c.first_O(c.q_parts - 1) + c.tile_dv <= TENSOR_COLUMNS
-    r = c.registers
-    assert r.softmax + (r.softmax if c.q_parts == 2 else r.none) + r.epilogue + r.others <= 512
-    assert all(24 <= x <= 256 and x % 8 == 0 for x in r)
     assert all(stages & stages - 1 == 0 for stages in (c.k_stages, c.v_stages, c.q_parts))
     assert c.blocks_ahead * c.q_parts == 2
 
@@ -65,7 +71,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert backward((d, d_v), "block_mask", keys=keys).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
-        assert backward_schedule(c).num_bytes <= SHARED_MEMORY
+        check_schedule(backward_schedule(c))
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two passes
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.num_passes == 1 else sums[1:])]
         parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
@@ -93,8 +99,6 @@ def test_backward_sizes(d: int, keys: int) -> None:
             assert all(b - a <= PART_ROWS for a, b in itertools.pairwise(starts))
         else:
             assert c.tile_m == PART_ROWS
-        assert c.registers.drain + COMPUTE_WARPGROUPS * c.registers.compute + c.registers.others <= 512
-        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
         assert all(stages & stages - 1 == 0 for stages in (c.kv_stages, c.q_stages, c.do_stages, c.parts_dQ))
 
 
@@ -146,11 +150,9 @@ def test_bias_gradient_sizes(d: int) -> None:
         assert main.ctas_a_tile == 1
         assert d <= c.tile_d
         assert d_v <= c.tile_dv
-        assert bias_gradient_schedule(c).num_bytes <= SHARED_MEMORY
+        check_schedule(bias_gradient_schedule(c))
         firsts = [*map(c.first_S, range(c.score_stages)), c.first_dP, c.first_bias, TENSOR_COLUMNS]
         assert all(b - a >= c.tile_n for a, b in itertools.pairwise(firsts))
-        assert COMPUTE_WARPGROUPS * c.registers.compute + 2 * c.registers.others <= 512
-        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
         assert all(stages & stages - 1 == 0 for stages in (c.stages, c.score_stages))
 
 

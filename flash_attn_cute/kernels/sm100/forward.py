@@ -65,7 +65,7 @@ from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.sm100.forward_schedule import SPARE_REGISTERS, forward_schedule
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
@@ -129,7 +129,7 @@ class ForwardSm100(ForwardKernel):
             set_registers(softmax.registers, frame.THREADS)
             self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
         elif warp_idx < epilogue.warps.start:
-            set_registers(c.registers.none, frame.THREADS)
+            set_registers(SPARE_REGISTERS, frame.THREADS)
         elif warp_idx < epilogue.warps.stop:
             set_registers(epilogue.registers, frame.THREADS)
             self.epilogue(Out(a, tma.O, shared, mO, mLSE, thread))

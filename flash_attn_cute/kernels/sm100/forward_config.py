@@ -8,16 +8,6 @@ from flash_attn_cute.kernels.features import Case, Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SCORE_COLUMNS, TARGETS, Sm100Config, is_wide, tile_columns
 
-
-class Registers(NamedTuple):
-    """A thread's, by the role of its warpgroup."""
-
-    softmax: int
-    epilogue: int
-    others: int
-    none: int = 40  # of the second softmax warpgroup, where a tile has one part
-
-
 O_STAGES = 2  # pieces of O in shared memory
 WINDOW = 32  # blocks of keys in a window of the block iterator
 ITERATOR_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
@@ -91,15 +81,6 @@ class ForwardConfig(Sm100Config):
         """
         f = self.features
         return 8 if self.target == TARGETS[10, 0] and not (f.bias or f.max_logits) else 0
-
-    @property
-    def registers(self) -> Registers:
-        """512 in sum, at most, over four warpgroups."""
-        if self.q_parts == 1:
-            return Registers(softmax=232, epilogue=120, others=120)
-        if self.ctas_a_tile == 2:  # whose producers also keep the published fields, and their own share of each block
-            return Registers(softmax=192, epilogue=72, others=56)
-        return Registers(softmax=200, epilogue=72, others=40)
 
     # The map of tensor memory. P takes the place of the first half of its S: P of most pieces of a row is stored while
     # scores of its last piece are still to be read.

@@ -46,18 +46,25 @@ _ORDER_OF_TILES = Order(
 )
 
 
+# A thread's of softmax warps, the epilogue and others, by parts and CTAs of a tile. Producers of a pair also keep the
+# published fields, and their own share of each block.
+_REGISTERS = {(1, 1): (232, 120, 120), (1, 2): (232, 120, 120), (2, 1): (200, 72, 40), (2, 2): (192, 72, 56)}
+SPARE_REGISTERS = 40  # of the second softmax warpgroup, where a tile has one part
+
+
 def forward_schedule(config: ForwardConfig) -> Schedule:
     c, parts, ctas = config, config.q_parts, config.ctas_a_tile
-    pair, listed, registers = ctas == CTAS, config.features.listed, config.registers
+    pair, listed = ctas == CTAS, config.features.listed
 
-    softmax = Role("softmax", range(4 * parts), registers.softmax, "a warpgroup a part, a row a thread: P from S")
-    spare = Role("spare", range(4 * parts, 8), registers.none, "idle")
-    epilogue = Role("epilogue", range(8, MMA_WARP), registers.epilogue, "a row a thread: O / row_sum to out; lse")
+    of_softmax, of_epilogue, of_others = _REGISTERS[parts, ctas]
+    softmax = Role("softmax", range(4 * parts), of_softmax, "a warpgroup a part, a row a thread: P from S")
+    spare = Role("spare", range(4 * parts, 8), SPARE_REGISTERS, "idle")
+    epilogue = Role("epilogue", range(8, MMA_WARP), of_epilogue, "a row a thread: O / row_sum to out; lse")
     of_both = ", of both CTAs, in the leader" if pair else ""
-    mma = Role("mma", range(MMA_WARP, MMA_WARP + 1), registers.others, f"issues all products{of_both}")
+    mma = Role("mma", range(MMA_WARP, MMA_WARP + 1), of_others, f"issues all products{of_both}")
     choosing = "the leader's chooses tiles; each loads Q, K and V" if pair else "chooses tiles; loads Q, K and V"
-    producer = Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), registers.others, choosing)
-    idle = Role("idle", range(PRODUCER_WARP + 1, WARPS), registers.others, "idle")
+    producer = Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), of_others, choosing)
+    idle = Role("idle", range(PRODUCER_WARP + 1, WARPS), of_others, "idle")
 
     tiles = Buffer("tiles", (QUERY_TILE_FIELDS, TILE_STAGES), "field, tile stage", "int32", align=16)
     sent = TILE_STAGES if pair else 0

@@ -19,15 +19,6 @@ from flash_attn_cute.kernels.sm100.config import (
     tile_columns,
 )
 
-
-class BackwardRegisters(NamedTuple):
-    """A thread's, by the role of its warpgroup."""
-
-    drain: int
-    compute: int  # of each of two warpgroups
-    others: int
-
-
 DQ_STAGES = 2  # pieces of dQ in shared memory
 
 
@@ -77,17 +68,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
     def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """Parts of the workspace for a mask, see ``BackwardSizes``."""
         return self.mask_tile.parts(lists, blocks)
-
-    @property
-    def registers(self) -> BackwardRegisters:
-        """512 in sum, at most, over four warpgroups: who drains dQ holds a row of a product."""
-        if self.tile_m < PART_ROWS:
-            return BackwardRegisters(drain=112, compute=160, others=80)
-        if self.tile_d == 64:
-            return BackwardRegisters(drain=96, compute=168, others=80)
-        if self.ctas_a_tile == 2:
-            return BackwardRegisters(drain=96, compute=176, others=64)
-        return BackwardRegisters(drain=152, compute=160, others=40)
 
     @property
     def semaphores(self) -> tuple[int, int]:

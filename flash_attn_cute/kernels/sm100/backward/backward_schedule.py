@@ -40,23 +40,24 @@ _KERNELS = {
 
 
 def backward_schedule(config: BackwardConfig) -> Schedule:
-    c, ctas, pair, r = config, config.ctas_a_tile, config.ctas_a_tile == CTAS, config.registers
+    c, ctas, pair = config, config.ctas_a_tile, config.ctas_a_tile == CTAS
+    of_drain, of_compute, of_others = _registers(c)
     rows = "a column of dQ" if c.transposes_dQ else "a query"
     keys = "; K to tensor memory" if c.holds_keys else ""
     roles = (
-        Role("drain", range(COMPUTE_WARP), r.drain, f"{rows} a thread: dQ to shared memory; zeros into unseen keys"),
+        Role("drain", range(COMPUTE_WARP), of_drain, f"{rows} a thread: dQ to shared memory; zeros into unseen keys"),
         Role(
             "compute",
             range(COMPUTE_WARP, MMA_WARP),
-            r.compute,
+            of_compute,
             f"a key and half of a block's queries a thread: P, dS; then dV and dK{keys}; at last rounds dQ",
         ),
         Role(
-            "mma", range(MMA_WARP, MMA_WARP + 1), r.others, "issues all products" + (", in the leader" if pair else "")
+            "mma", range(MMA_WARP, MMA_WARP + 1), of_others, "issues all products" + (", in the leader" if pair else "")
         ),
-        Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), r.others, "chooses tiles; issues TMA"),
+        Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), of_others, "chooses tiles; issues TMA"),
         Role(
-            "adding", range(ADDING_WARP, WARPS), r.others, "every other step each: adds dQ to the workspace, in order"
+            "adding", range(ADDING_WARP, WARPS), of_others, "every other step each: adds dQ to the workspace, in order"
         ),
     )
     schedule = Schedule(
@@ -73,6 +74,15 @@ def backward_schedule(config: BackwardConfig) -> Schedule:
     )
     assert schedule.num_bytes <= SHARED_MEMORY
     return schedule
+
+
+def _registers(c: BackwardConfig) -> tuple[int, int, int]:
+    """A thread's of drain warps, which hold a row of a product, of compute warps, and of others."""
+    if c.tile_m < PART_ROWS:
+        return 112, 160, 80
+    if c.tile_d == 64:
+        return 96, 168, 80
+    return (96, 176, 64) if c.ctas_a_tile == CTAS else (152, 160, 40)
 
 
 def _pipelines(

@@ -1,7 +1,7 @@
 """Tile sizes of Blackwell's kernel for the gradient of a bias, and all else that changes its code. Needs no cutlass."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
@@ -15,14 +15,6 @@ from flash_attn_cute.kernels.sm100.config import (
     tile_columns,
 )
 
-
-class BiasGradientRegisters(NamedTuple):
-    """A thread's, by the role of its warpgroup."""
-
-    compute: int  # of each of two warpgroups
-    others: int  # and of two others
-
-
 _BARRIERS_AND_PIECES = 5 * 1024  # bytes, an upper bound
 
 
@@ -31,7 +23,6 @@ class BiasGradientConfig(Sm100Config):
     """Configuration of a bias-gradient kernel."""
 
     pass_name: ClassVar[PassName] = "bias_gradient"
-    registers: ClassVar[BiasGradientRegisters] = BiasGradientRegisters(compute=208, others=48)
     tile_m: ClassVar[int] = PART_ROWS  # queries a tile
     score_stages: ClassVar[int] = 2  # tiles of scores in tensor memory
 

@@ -41,7 +41,7 @@ _ORDERS = (
 
 
 def bias_gradient_schedule(config: BiasGradientConfig) -> Schedule:
-    c, (registers, others) = config, config.registers
+    c, registers, others = config, 208, 48  # a thread's of compute warps, and of others
     computing = range(4 * COMPUTE_WARPGROUPS)
     compute = Role("compute", computing, registers, "a query and half of the keys a thread: P, dS, and their sum")
     mma = Role("mma", range(MMA_WARP, MMA_WARP + 1), others, "issues all products")
