@@ -38,13 +38,13 @@ class Pass(NamedTuple):
     # workspace_size() (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward,
     # and of that gradient).
     configure: Callable[..., Any]
-    kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
     described_by: str  # "module:name" of what makes, of a configuration, the ``Schedule`` of its main kernel
+    launched_by: str = ""  # "module:name" of the class that launches other kernels as well, if there are such
 
     def make_kernel(self, config: Any) -> Any:
         """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
-        return _imported(self.kernel)(config)
+        return _imported(self.launched_by)(config) if self.launched_by else self.schedule(config).make_kernel(config)
 
     def schedule(self, config: Any) -> "Schedule":
         """Schedule of the main kernel of a configuration."""
@@ -63,14 +63,14 @@ def _configure(place: str) -> Callable[..., Any]:
     return lambda *given, **options: _imported(place)(*given, **options)
 
 
-def _pass(stem: str, arguments: type, kernel: str) -> Pass:
-    """A pass with ``forward_config:forward_config``, ``forward_schedule:forward_schedule`` and a kernel in a folder.
+def _pass(stem: str, arguments: type, launched_by: str = "") -> Pass:
+    """A pass with ``forward_config:forward_config`` and ``forward_schedule:forward_schedule`` in a folder.
 
-    ``stem`` is the folder and what these names begin with, "sm90.forward"; ``kernel`` is "module:name" in the folder.
+    ``stem`` is the folder and what these names begin with, "sm90.forward".
     """
-    folder, _, name = stem.rpartition(".")
+    name = stem.rpartition(".")[2]
     configure, schedule = (f"{stem}_{what}:{name}_{what}" for what in ("config", "schedule"))
-    return Pass(_configure(configure), f"{folder}.{kernel}", arguments, schedule)
+    return Pass(_configure(configure), arguments, schedule, launched_by)
 
 
 class Architecture(NamedTuple):
@@ -101,19 +101,16 @@ ARCHITECTURES = {
             dtypes=sm90.DTYPES,
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
-                "forward": _pass("sm90.forward", ForwardArguments, "forward_kernel:forward_kernel"),
-                "backward": _pass("sm90.backward.backward", BackwardArguments, "launch:BackwardPassSm90"),
-                "bias_gradient": _pass(
-                    "sm90.backward.bias_gradient", BiasGradientArguments, "bias_gradient:BiasGradientSm90"
-                ),
-                "selection": _pass("sm90.selection", SelectionArguments, "selection:SelectionSm90"),
+                "forward": _pass("sm90.forward", ForwardArguments),
+                "backward": _pass("sm90.backward.backward", BackwardArguments, "sm90.backward.launch:BackwardPassSm90"),
+                "bias_gradient": _pass("sm90.backward.bias_gradient", BiasGradientArguments),
+                "selection": _pass("sm90.selection", SelectionArguments),
                 "selection_backward": Pass(
                     _configure("sm90.selection_config:selection_backward_config"),
-                    "sm90.backward.selection:SelectionBackwardSm90",
                     SelectionBackwardArguments,
                     "sm90.selection_schedule:selection_schedule",
                 ),
-                "column_sums": _pass("sm90.column_sums", ColumnSumsArguments, "column_sums:ColumnSumsSm90"),
+                "column_sums": _pass("sm90.column_sums", ColumnSumsArguments),
             },
         ),
         Architecture(
@@ -122,11 +119,11 @@ ARCHITECTURES = {
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
-                "forward": _pass("sm100.forward", ForwardArguments, "forward_kernel:forward_kernel"),
-                "backward": _pass("sm100.backward.backward", BackwardArguments, "launch:BackwardPassSm100"),
-                "bias_gradient": _pass(
-                    "sm100.backward.bias_gradient", BiasGradientArguments, "bias_gradient:BiasGradientSm100"
+                "forward": _pass("sm100.forward", ForwardArguments),
+                "backward": _pass(
+                    "sm100.backward.backward", BackwardArguments, "sm100.backward.launch:BackwardPassSm100"
                 ),
+                "bias_gradient": _pass("sm100.backward.bias_gradient", BiasGradientArguments),
             },
             num_sms=148,  # a B200
             is_checked_first=True,  # it has been written without such a GPU

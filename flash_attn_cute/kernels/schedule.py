@@ -5,6 +5,7 @@ memory, arrive counts, expected bytes and registers follow from it, and the page
 flash_attn_cute.kernels describe`` prints. Needs no cutlass.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,7 @@ class Step:
 class Schedule:
     """A kernel's schedule in one configuration."""
 
-    kernel: str  # module and class
+    kernel: str  # file and class, as "kernels/sm90/forward.py:ForwardSm90"
     work: str  # what a CTA computes
     roles: tuple[Role, ...]
     pipelines: tuple[Pipeline, ...]  # in the order of their barriers in shared memory
@@ -175,6 +176,11 @@ class Schedule:
     timeline: str  # a picture of the steady state: a line for each unit, moments from left to right
     tensor_memory: tuple[Columns, ...] = ()
     orders: tuple[Order, ...] = ()
+
+    def make_kernel(self, config: Any) -> Any:
+        """The kernel of the configuration that the schedule is of. Imports cutlass."""
+        file, name = self.kernel.removeprefix("kernels/").split(".py:")
+        return getattr(importlib.import_module(f"{__package__}.{file.replace('/', '.')}"), name)(config)
 
     def role(self, name: str) -> Role:
         return next(role for role in self.roles if role.name == name)

@@ -52,8 +52,7 @@ def test_compiled_code(chosen: SelectionConfig, tmp_path: Path) -> None:
     assert "UTMASTG" in sass
     for instruction in ("LDG", "STG"):
         assert re.search(rf"\b{instruction}\.E\.128", merging)
-    for name in ("PickCounts", "PickPlaces"):
-        assert count(code[name][0], "MATCH") == PICKS_AT_ONCE // 32
+    assert [count(x, "MATCH") for x in code["PickChunks"]] == 2 * [PICKS_AT_ONCE // 32]  # counts, and places
 
 
 BACKWARD_CONFIGS = {

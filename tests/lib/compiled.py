@@ -99,7 +99,7 @@ def class_name(function: str) -> str:
     names += "|PieceTiles|BlockTiles|KeyRanges|Selection|SelectionMerge|SelectionBackward"
     names += "|SelectionPreprocess|SelectionQueryGradients|SelectionKeyGradients"
     names += "|BackwardStoredDS|GradientQ|Cells"
-    names += "|PickCounts|PickItems|PickPlaces|ColumnSums"
+    names += "|PickChunks|PickItems|ColumnSums"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]
     return found[1]

@@ -78,11 +78,6 @@ class PickedRows:
         of_unit = mX[place.unit_idx, None, None]
         return cute.domain_offset((Int64(place.row * a.numbers.top), 0), of_unit)
 
-    def head_and_entry(self, place: Place) -> tuple[Int32, Int32]:
-        """The lane's head among all heads, and the batch entry in tensors: 0 if packed."""
-        head = place.unit.number * self.config.group + place.in_group
-        return head, Int32(0) if self.config.features.packed else place.unit.batch
-
     @cute.jit
     def store(self, total: cute.Tensor, factor: Float32, gX: cute.Tensor, place: cutlass.Constexpr) -> None:
         """Stores the lane's vector, times a factor and rounded, in a row, if the row has it."""

@@ -51,7 +51,7 @@ class SelectionQueryGradients:
                 picks = self.rows.picks(a, mColumns, place, first)
                 self.rows.add(total, dQ_of, dtype, place, first, picks, Float32(0.0), scales=scales)
             if place.has_head:
-                head, entry = self.rows.head_and_entry(place)
+                head, entry = place.unit.head_and_entry(place.in_group)
                 gdQ = rows_first(a.mdQ, c.features.packed)[n.first_row + place.row, None, head, entry]
                 self.rows.store(total, n.softmax_scale, gdQ, place)
 

@@ -51,7 +51,7 @@ class SelectionMerge:
                 for i in cutlass.range_constexpr(VECTOR):
                     total[i] *= scale
                 row_sum = self.rows.add(total, out_of, DTYPES[c.dtype], place, first, picks, row_sum, weights)
-            head, entry = self.rows.head_and_entry(place)
+            head, entry = place.unit.head_and_entry(place.in_group)
             sink = a.mSink[head] if const_expr(a.mSink is not None) else None
             factor, lse = finalize(row_sum, own_max, sink, False)
             is_padding = mColumns[place.unit.set, place.row * n.top] > n.columns  # which has no sink either

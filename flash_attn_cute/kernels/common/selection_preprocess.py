@@ -41,8 +41,7 @@ class SelectionPreprocess:
         row, unit_idx, in_group = index // group % n.num_rows, index // group // n.num_rows, index % group
         delta, lse = Float32(0.0), Float32.inf
         if unit_idx < n.num_units:
-            unit = SelectedUnit.of(self.config, a, unit_idx)
-            head, entry = unit.number * group + in_group, Int32(0) if const_expr(packed) else unit.batch
+            head, entry = SelectedUnit.of(self.config, a, unit_idx).head_and_entry(in_group)
             gO, gdO = (rows_first(x, packed)[n.first_row + row, None, head, entry] for x in (a.mO, a.mdO))
             if lane * _VECTOR < gO.shape[0]:
                 delta = self._product(gO, gdO, lane)
@@ -52,8 +51,7 @@ class SelectionPreprocess:
             delta += cute.arch.shuffle_sync_bfly(delta, 1 << i)
         if unit_idx < n.num_units and lane == 0:
             if const_expr(a.mdLSE is not None):
-                unit = SelectedUnit.of(self.config, a, unit_idx)
-                head, entry = unit.number * group + in_group, Int32(0) if const_expr(packed) else unit.batch
+                head, entry = SelectedUnit.of(self.config, a, unit_idx).head_and_entry(in_group)
                 delta -= numbers_first(a.mdLSE, packed)[n.first_row + row, head, entry]
             mLSE[unit_idx, row, in_group] = lse
             mDelta[unit_idx, row, in_group] = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there

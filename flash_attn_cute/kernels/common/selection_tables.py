@@ -10,9 +10,9 @@ block that the row selects and sees. The other ranks have no pick there.
 
 The tables list the picks of each column in ascending order. They are made by a stable counting sort, in three kernels:
 
-1. ``PickCounts``: a warp counts the picks of a chunk by their columns, which it also writes.
+1. ``PickChunks``: a warp counts the picks of a chunk by their columns, which it also writes.
 2. ``PickItems``: a CTA a set turns counts into places, and cuts columns into items.
-3. ``PickPlaces``: a warp writes the picks of its chunk to their places.
+3. ``PickChunks`` again: a warp writes the picks of its chunk to their places.
 
 Lanes with picks of one column find their ranks by ``match.sync``, so that nothing depends on the order of atomics. A
 table of counts has as many numbers as there are chunks and columns. Chunks grow with the number of columns
@@ -55,7 +55,7 @@ class SelectionTableKernels:
 
     def __init__(self, config: Any):
         self.config = config
-        self.kernels = PickCounts(config), PickItems(config), PickPlaces(config)
+        self.kernels = PickChunks(config, places=False), PickItems(config), PickChunks(config, places=True)
 
     @cute.jit
     def __call__(self, a: Any, stream) -> SelectionTables:
@@ -67,11 +67,14 @@ class SelectionTableKernels:
         return tables
 
 
-class _Chunks:
-    """The loop of the kernels that count and that place picks: a warp goes over a chunk, a pick a lane at a time."""
+class PickChunks:
+    """The kernel that counts the picks of each chunk and column, or that ``places`` them where the counts say.
 
-    def __init__(self, config: Any):
-        self.config = config
+    A warp goes over a chunk, a pick a lane at a time.
+    """
+
+    def __init__(self, config: Any, places: bool):
+        self.config, self.places = config, places
 
     @cute.jit
     def __call__(self, a: Any, tables: SelectionTables, stream) -> None:
@@ -93,57 +96,57 @@ class _Chunks:
         which, num = index // (groups * ranges), cutlass.min(columns - first, _COLUMNS)
         if chunk < chunks:
             for column in cutlass.range(lane, num, LANES, unroll=4):
-                counters[column] = self.begin(tables, which, chunk, first + column)
+                counter = Int32(0)
+                if const_expr(self.places):  # the place of the column's first pick in the chunk
+                    counter = tables.mStarts[which, first + column] + tables.mCounts[which, chunk, first + column]
+                counters[column] = counter
             cute.arch.sync_warp()
             start = chunk * a.numbers.chunk_picks
             stop = cutlass.min(start + a.numbers.chunk_picks, tables.mColumns.shape[1])
             for some in cutlass.range(start, stop, PICKS_AT_ONCE, unroll=1):
                 picks = [some + i + lane for i in range(0, PICKS_AT_ONCE, LANES)]
-                found = [self.read(a, tables, which, cutlass.min(pick, stop - 1)) for pick in picks]
+                found = [self._read(a, tables, which, cutlass.min(pick, stop - 1)) for pick in picks]
                 for i in cutlass.range_constexpr(len(picks)):
-                    column = self.column_of(a, tables, which, picks[i], stop, first, found[i])
-                    self.take(tables, which, picks[i], column - first, num, counters)
-            for column in cutlass.range(lane, num, LANES, unroll=4):
-                self.end(tables, which, chunk, first + column, counters[column])
+                    column = found[i]
+                    if const_expr(not self.places):
+                        column = self._column_of(a, tables, which, picks[i], stop, first, found[i])
+                    column = cutlass.select_(picks[i] < stop, column, Int32(-1))
+                    self._take(tables, which, picks[i], column - first, num, counters)
+            if const_expr(not self.places):
+                for column in cutlass.range(lane, num, LANES, unroll=4):
+                    tables.mCounts[which, chunk, first + column] = counters[column]
 
     @cute.jit
-    def take(
+    def _take(
         self, tables: SelectionTables, which: Int32, pick: Int32, column: Int32, num: Int32, counters: cute.Tensor
     ) -> None:
-        """Raises the counter of each lane's column, if that is one of ``num``; places picks by what it was before."""
+        """Counts each lane's pick, if its column is one of ``num``. Where picks are placed, a count is a place."""
         is_counted = column >= 0 and column < num
         peers = Int32(cute.arch.match_sync(-1, column))
         rank = cute.arch.popc(peers & ((1 << cute.arch.lane_idx()) - 1))
         place = Int32(0)
         if is_counted:
             place = counters[column] + rank
-            self.put(tables, which, pick, place)
+            if const_expr(self.places):
+                tables.mEntries[which, place] = pick
         cute.arch.sync_warp()
         if is_counted and rank == 0:
             counters[column] = place + cute.arch.popc(peers)
         cute.arch.sync_warp()
 
-
-class PickCounts(_Chunks):
-    """The kernel that counts the picks of each chunk and column, and writes their columns."""
-
-    def begin(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32) -> Int32:
-        """Counts start at 0."""
-        del tables, which, chunk, column
-        return Int32(0)
-
-    def read(self, a: Any, tables: SelectionTables, which: Int32, pick: Int32) -> Int32:
-        """The selected block that a pick's is a part of."""
-        del tables
+    def _read(self, a: Any, tables: SelectionTables, which: Int32, pick: Int32) -> Int32:
+        """The selected block that a pick's is a part of; where picks are placed, the pick's column."""
+        if self.places:
+            return tables.mColumns[which, pick]
         n = a.numbers
         row, rank = n.first_row + pick // n.top, pick % n.top
         return a.mSelected[which // n.sets_heads, which % n.sets_heads, row, rank // n.parts]
 
     @cute.jit
-    def column_of(
+    def _column_of(
         self, a: Any, tables: SelectionTables, which: Int32, pick: Int32, stop: Int32, first: Int32, selected: Int32
     ) -> Int32:
-        """Column of a pick below ``stop``, else -1; written by the warps of the first columns."""
+        """Column of a pick, which the warps of the first columns write if the pick is below ``stop``."""
         n, size = a.numbers, self.config.tile_n
         row, rank = n.first_row + cutlass.min(pick, stop - 1) // n.top, pick % n.top
         first_column, start, stop_key, hidden = self._visible(a, row)
@@ -165,7 +168,7 @@ class PickCounts(_Chunks):
         column = first_column + block if is_seen else hidden
         if first == 0 and pick < stop:
             tables.mColumns[which, pick] = column
-        return column if pick < stop else Int32(-1)
+        return column
 
     @cute.jit
     def _bits(
@@ -208,40 +211,6 @@ class PickCounts(_Chunks):
         start, stop = visible_columns(row - q.start, Int32(0), k.length, window, edges)
         stop = stop if is_real else Int32(0)
         return _first_column(self.config, k, sequence), cutlass.max(start, 0), stop, columns if is_real else columns + 1
-
-    def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
-        """Nothing is placed yet."""
-
-    def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:
-        """Leaves how many picks of the chunk are of the column."""
-        tables.mCounts[which, chunk, column] = counter
-
-
-class PickPlaces(_Chunks):
-    """The kernel that writes picks to their places."""
-
-    def begin(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32) -> Int32:
-        """The place of the column's first pick in the chunk."""
-        return tables.mStarts[which, column] + tables.mCounts[which, chunk, column]
-
-    def read(self, a: Any, tables: SelectionTables, which: Int32, pick: Int32) -> Int32:
-        """The column of a pick."""
-        del a
-        return tables.mColumns[which, pick]
-
-    def column_of(
-        self, a: Any, tables: SelectionTables, which: Int32, pick: Int32, stop: Int32, first: Int32, column: Int32
-    ) -> Int32:
-        """Column of a pick below ``stop``, else -1."""
-        del a, tables, which, first
-        return cutlass.select_(pick < stop, column, Int32(-1))
-
-    def put(self, tables: SelectionTables, which: Int32, pick: Int32, place: Int32) -> None:
-        """Puts the number of a pick into the list of its column."""
-        tables.mEntries[which, place] = pick
-
-    def end(self, tables: SelectionTables, which: Int32, chunk: Int32, column: Int32, counter: Int32) -> None:
-        """Counters are not read again."""
 
 
 class PickItems:

@@ -13,18 +13,10 @@ from flash_attn_cute.kernels.common.fixed_point import KeyRanges
 from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
-from flash_attn_cute.kernels.sm90.backward.backward_config import (
-    BackwardClusterConfig,
-    BackwardConfig,
-    BackwardHalfBlocksConfig,
-    BackwardStoredDSConfig,
-)
-from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
-from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
+from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, BackwardConfig
+from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm90.backward.gradient_q import GradientQSm90
-from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
-from flash_attn_cute.kernels.sm90.backward.stored_ds import BackwardStoredDSSm90
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 
 
@@ -37,22 +29,16 @@ class BackwardPassSm90:
         self.preprocess = Preprocess(c, permuted)
         self.tables = KeyTables(c)
         self.ranges = KeyRanges(c) if c.fixed_point else None
-        self.main: BackwardCtaSm90 | BackwardClusterSm90
+        self.main = backward_schedule(c).make_kernel(c)
+        self.cells, self.gradient_q = (Cells(c), GradientQSm90(c)) if c.stores_dS else (None, None)
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
             # It leaves dQ, and of grouped heads dK and dV, to kernels behind it.
-            self.main = BackwardClusterSm90(c)
             self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, packed, zero_padding)
             if c.features.grouped:
                 self.postprocess_keys = [
                     Postprocess(c.tile_n, columns, columns, packed, zero_padding) for columns in (c.tile_d, c.tile_dv)
                 ]
-        elif isinstance(c, BackwardStoredDSConfig):
-            self.cells, self.main, self.gradient_q = Cells(c), BackwardStoredDSSm90(c), GradientQSm90(c)
-        elif isinstance(c, BackwardHalfBlocksConfig):
-            self.main = BackwardHalfBlocksSm90(c)
-        else:
-            self.main = BackwardCtaSm90(c)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
