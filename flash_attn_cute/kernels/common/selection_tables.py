@@ -95,11 +95,11 @@ class PickChunks:
         chunk, first = index % groups * _WARPS + warp, index // groups % ranges * _COLUMNS
         which, num = index // (groups * ranges), cutlass.min(columns - first, _COLUMNS)
         if chunk < chunks:
-            for column in cutlass.range(lane, num, LANES, unroll=4):
-                counter = Int32(0)
+            for i in cutlass.range(lane, num, LANES, unroll=4):
+                column, counter = first + i, Int32(0)
                 if const_expr(self.places):  # the place of the column's first pick in the chunk
-                    counter = tables.mStarts[which, first + column] + tables.mCounts[which, chunk, first + column]
-                counters[column] = counter
+                    counter = tables.mStarts[which, column] + tables.mCounts[which, chunk, column]
+                counters[i] = counter
             cute.arch.sync_warp()
             start = chunk * a.numbers.chunk_picks
             stop = cutlass.min(start + a.numbers.chunk_picks, tables.mColumns.shape[1])
@@ -113,8 +113,9 @@ class PickChunks:
                     column = cutlass.select_(picks[i] < stop, column, Int32(-1))
                     self._take(tables, which, picks[i], column - first, num, counters)
             if const_expr(not self.places):
-                for column in cutlass.range(lane, num, LANES, unroll=4):
-                    tables.mCounts[which, chunk, first + column] = counters[column]
+                for i in cutlass.range(lane, num, LANES, unroll=4):
+                    column = first + i
+                    tables.mCounts[which, chunk, column] = counters[i]
 
     @cute.jit
     def _take(
