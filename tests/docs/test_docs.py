@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flash_attn_cute
 from flash_attn_cute import distributed, integrations
@@ -47,14 +48,29 @@ def blocks(page: str) -> list[str]:
     return found
 
 
+def run_blocks(page: str) -> dict[str, Any]:
+    """The names that the blocks of a page define."""
+    found = blocks(page)
+    assert found
+    names: dict[str, Any] = {}
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run(page: str) -> None:
-    found = blocks(page)
-    assert found
-    names: dict[str, object] = {}
-    for block in found:
-        exec(compile(block, page, "exec"), names)
+    run_blocks(page)
+
+
+def test_buckets_are_those_of_t5() -> None:
+    """Blocks of pages compare what they compute; these do not."""
+    from transformers.models.t5.modeling_t5 import T5Attention  # whose import takes two seconds
+
+    names = run_blocks("docs/masks-and-biases.md")
+    expected = T5Attention._relative_position_bucket(names["distance"], True, names["buckets"], names["longest"])
+    assert torch.equal(names["bucket"], expected)
 
 
 def test_every_page_with_blocks_is_run() -> None:
