@@ -38,7 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, default=0, help="what random calls are drawn from; 0 draws the same ever")
     parser.addoption("--all-configurations", action="store_true", help="all that compiles, and rare calls")
     parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in kernels, not some")
-    parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
 
@@ -109,13 +108,6 @@ def all_bugs(request: pytest.FixtureRequest) -> bool:
 def repetitions(request: pytest.FixtureRequest) -> int:
     """How often a test is to repeat what must give the same bits."""
     count: int = request.config.getoption("--repetitions")
-    return count
-
-
-@pytest.fixture
-def simulations(request: pytest.FixtureRequest) -> int:
-    """How many passes to play in search of a deadlock."""
-    count: int = request.config.getoption("--simulations")
     return count
 
 

@@ -20,7 +20,7 @@ class Addition(NamedTuple):
     """One tile's part of a sum."""
 
     to: Hashable
-    turn: int | None  # how many additions to it come before; None: as they happen to
+    turn: int  # how many additions to it come before
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,8 @@ class Machine:
     """CTAs that run the tiles. Times are in microseconds; ``vary`` draws a duration around one of them."""
 
     num_ctas: int
-    resident: int | None = None  # CTAs that run at a time, the others start when one has ended; None: all
     steps_ahead: float = 2.0  # a CTA draws its next ticket when so many steps are left to it,
     tickets_ahead: int = 1  # unless it has so many that it has not begun
-    owns_first: bool = False  # a CTA's first tile is its own number, and the counter begins behind those
-    arrival: float = 0.0  # of a CTA that may start
     tile: float = 4.0  # once a tile
     step: float = 2.1  # before every addition
     signal: float = 2.0  # from an addition until the next turn sees it
@@ -66,17 +63,15 @@ class _Simulation:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count()  # events of the same time happen in the order in which they were announced
-        self.not_started = iter(range(machine.num_ctas))
-        self.next_ticket = machine.num_ctas if machine.owns_first else 0
+        self.next_ticket = 0
         self.finished = 0
         self.turns: defaultdict[Hashable, int] = defaultdict(int)
         self.waiting: dict[Addition, Iterator[float | Addition]] = {}
         self.added: defaultdict[Hashable, list[int]] = defaultdict(list)
 
     def run(self) -> Run:
-        resident = self.machine.num_ctas if self.machine.resident is None else self.machine.resident
-        for _ in range(resident):
-            self.start_cta()
+        for _ in range(self.machine.num_ctas):
+            self.after(0.0, partial(self.go_on, self.cta()))
         while self.events:
             self.now, _, happen = heapq.heappop(self.events)
             happen()
@@ -88,20 +83,15 @@ class _Simulation:
     def after(self, mean: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + self.machine.vary(mean), next(self.count), happen))
 
-    def start_cta(self) -> None:
-        number = next(self.not_started, None)
-        if number is not None:
-            self.after(self.machine.arrival, partial(self.go_on, self.cta(number)))
-
     def go_on(self, cta: Iterator[float | Addition]) -> None:
         """Lets a CTA work until it needs time, or a turn that has not come."""
         for need in cta:
             if isinstance(need, float):
-                return self.after(need, partial(self.go_on, cta))
-            if need.turn is not None and need.turn != self.turns[need.to]:
+                self.after(need, partial(self.go_on, cta))
+                break
+            if need.turn != self.turns[need.to]:
                 self.waiting[need] = cta
-                return None
-        return self.start_cta()  # in the place of this one
+                break
 
     def signal(self, to: Hashable) -> None:
         self.turns[to] += 1
@@ -109,10 +99,10 @@ class _Simulation:
         if cta is not None:
             self.go_on(cta)
 
-    def cta(self, number: int) -> Iterator[float | Addition]:
+    def cta(self) -> Iterator[float | Addition]:
         """Yields the needs of a CTA, one after the other: a duration, or its turn."""
         machine, tiles = self.machine, self.tiles
-        held = deque([number] if machine.owns_first else [])
+        held: deque[int] = deque()
         while held or self.next_ticket < len(tiles):
             ticket = held.popleft() if held else self.draw()
             yield machine.tile
@@ -126,20 +116,12 @@ class _Simulation:
                 yield machine.step
                 yield addition
                 self.added[addition.to].append(ticket)
-                if addition.turn is not None:
-                    self.after(machine.signal, partial(self.signal, addition.to))
+                self.after(machine.signal, partial(self.signal, addition.to))
             self.finished += 1
 
     def draw(self) -> int:
         self.next_ticket += 1
         return self.next_ticket - 1
-
-
-class Backward(NamedTuple):
-    """The tiles of a backward pass, and which tile of keys of which query head each of them is."""
-
-    tiles: list[list[Addition]]
-    tickets: list[tuple[int, int]]  # (head, n)
 
 
 def backward(
@@ -150,8 +132,7 @@ def backward(
     section: int = 1,
     m_blocks: Sequence[int] | None = None,
     m_block_order: Tensor | None = None,
-    ordered: bool = True,
-) -> Backward:
+) -> list[list[Addition]]:
     """The tiles that a kernel draws.
 
     Args:
@@ -162,7 +143,6 @@ def backward(
         m_blocks: query blocks in the order in which a tile takes them; None: ascending.
         m_block_order: (heads, blocks_q, blocks_k), positions of query blocks in the order of each tile; replaces
             ``m_blocks``.
-        ordered: whether additions wait for their turns.
     """
     heads, blocks_q, blocks_k = turns.shape
     table, order = turns.tolist(), launch.tolist()
@@ -178,13 +158,11 @@ def backward(
         of_tile = range(blocks_q) if m_blocks is None else m_blocks
         if positions is not None:
             of_tile = sorted(of_tile, key=lambda m: positions[head][m][n])
-        additions = [
-            Addition(("dQ", head, m), table[head][m][n] if ordered else None) for m in of_tile if table[head][m][n] >= 0
-        ]
+        additions = [Addition(("dQ", head, m), table[head][m][n]) for m in of_tile if table[head][m][n] >= 0]
         if group > 1:
-            additions.append(Addition(("dKV", head // group, n), head % group if ordered else None))
+            additions.append(Addition(("dKV", head // group, n), head % group))
         tiles.append(additions)
-    return Backward(tiles, tickets)
+    return tiles
 
 
 def uneven(rng: random.Random) -> Callable[[float], float]:
