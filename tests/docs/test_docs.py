@@ -81,13 +81,13 @@ def test_every_page_with_blocks_is_run() -> None:
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
     """Our commands in a page, without what stands behind ``--``, and their arguments."""
-    found = re.findall(r"python -m ((?:flash_attn_cute|benchmarks|tools)[\w.]*)([^`#&\n]*)", text)
+    found = re.findall(r"python -m ((?:flash_attn_cute|benchmarks|examples|lab|tests|tools)\b[\w.]*)([^`#&\n]*)", text)
     return [(module.rstrip("."), arguments.partition(" -- ")[0].split()) for module, arguments in found]
 
 
 def unknown(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[str]:
     """The options among a command's arguments that its help does not have."""
-    options = [argument for argument in arguments if argument.startswith("--")]
+    options = [argument for argument in arguments if re.match("--[a-z]", argument)]
     if not options:
         return []
     tool = arguments[:1] if re.fullmatch("[a-z]+(-[a-z]+)*", arguments[0]) else []
