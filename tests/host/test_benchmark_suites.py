@@ -43,18 +43,13 @@ def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
     assert all(verdict.ratio is not None for verdict in verdicts)
 
 
-def test_bars_of_the_attention_suites() -> None:
-    expected: dict[Passes, set[float]] = {
-        "forward": {0.98},
-        "backward": {0.98, 1.05, 1.35},
-        "both": {0.98, 1.05},
-    }
-    for passes, least in expected.items():
-        suite = attention.suite(passes, CPU, torch.bfloat16)
-        assert suite.name == passes
-        bars = [bar for bar in suite.bars if bar.against == attention.FA4]
-        assert len(bars) == len(attention.DENSE) + len(attention.BOARD) + len(attention.PACKED)
-        assert {round(1 / bar.most, 6) for bar in bars} == least
+@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+def test_bars_of_the_attention_suites(passes: Passes) -> None:
+    """One for each row against flash-attn-4."""
+    suite = attention.suite(passes, CPU, torch.bfloat16)
+    assert suite.name == passes
+    bars = [bar for bar in suite.bars if bar.against == attention.FA4]
+    assert len(bars) == len(attention.DENSE) + len(attention.BOARD) + len(attention.PACKED)
 
 
 @pytest.fixture
@@ -174,33 +169,6 @@ def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
         pairs = (case["length"] + 1) / 2 if "causal" in case["panel"] else case["length"]
         assert case["work"]["flop"] == factor * 4 * 32 * pairs * 16 * 128
     assert tiny == {(name, deterministic) for name in PLAIN for deterministic in (False, True)}
-
-
-def test_rows_of_the_attention_suites() -> None:
-    """The suites have the rows of which figures of the peers are known."""
-    names = [attention._dense_name(*row) for row in (*attention.DENSE, *attention.BOARD)]
-    names += [attention._packed_name(*heads) for heads in attention.PACKED]
-    assert names == [
-        "16x128 2k causal",
-        "16x128 8k causal",
-        "16x128 16k causal",
-        "16x128 2k full",
-        "16x128 8k full",
-        "32/8x128 8k causal",
-        "32x64 8k causal",
-        "32x64 8k full",
-        "8x256 8k causal",
-        "8x256 8k full",
-        "64/8x128 4k causal",
-        "64/8x128 4k full",
-        "64/8x128 8k causal",
-        "64/8x128 8k full",
-        "64/8x128 32k causal",
-        "64/8x128 32k full",
-        "documents 16x128 causal",
-        "documents 32/8x128 causal",
-        "documents 32x64 causal",
-    ]
 
 
 def compiles_for_long(case: Any) -> Any:
@@ -414,20 +382,13 @@ def test_flex_attention_shows_the_same_blocks(row: sparse.Row, monkeypatch: pyte
 
 
 def test_rows_of_the_sparse_suite() -> None:
-    """Bars as they were set, and random masks of exactly their share."""
+    """Bars are of cases and contenders that there are, and random masks have exactly their share."""
     suite = sparse.suite(CPU, torch.bfloat16)
     names = {f"{passes} {row.name}" for row in sparse.ROWS for passes in ("forward", "backward")}
-    assert len(names) == 2 * len(sparse.ROWS) == 24
+    assert len(names) == 2 * len(sparse.ROWS)
     assert {bar.case for bar in suite.bars} <= names
     contenders = {contender.name for contender in suite.contenders}
     assert {name for bar in suite.bars for name in (bar.contender, bar.against)} <= contenders
-    against = {(bar.case, bar.against): 1 / bar.most for bar in suite.bars if bar.contender == sparse.PACKAGE}
-    assert against["forward window", sparse.FA4] == pytest.approx(1.12)
-    assert against["backward documents", sparse.FLEX] == pytest.approx(1.4)
-    assert against["backward random 25 %", sparse.FA4] == pytest.approx(1.05)
-    reproducible = {bar.case: 1 / bar.most for bar in suite.bars if bar.contender == sparse.DETERMINISTIC}
-    assert reproducible["backward window"] == pytest.approx(0.97)
-    assert reproducible["backward random 12.5 % 16k"] == pytest.approx(0.95)
     for row in sparse.ROWS:
         if row.kind == "random":
             visible = sparse._random_blocks(row)
@@ -533,11 +494,8 @@ def test_selected_suite_on_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_the_selected_suite() -> None:
-    """Bars as they were set; queries select their own block, and the first, each once."""
-    suite = selected.suite(CPU, torch.bfloat16)
+    """Queries select their own block, and the first, each once."""
     assert len({row.name for row in selected.ROWS}) == len(selected.ROWS)
-    assert sorted(round(1 / bar.most, 3) for bar in suite.bars if bar.against != selected.SIXTEEN) == [2, 2, 3, 3, 6, 6]
-    assert len([bar for bar in suite.bars if bar.against == selected.SIXTEEN]) == 8
     indices = selected.selected_blocks(1000, 4, CPU)
     own = torch.arange(1000)[:, None] // selected.BLOCK
     assert ((indices == own).sum(-1) == 1).all()

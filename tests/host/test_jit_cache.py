@@ -117,9 +117,6 @@ def test_garbage_is_collected_later(
     assert seen == [False]
 
 
-# Kernels out of the folder
-
-
 def test_forks_collect_garbage_while_the_parent_compiles() -> None:
     """The thread that was to collect it again is not in the child."""
     has_begun, may_end = threading.Event(), threading.Event()
@@ -154,6 +151,9 @@ def test_forks_do_not_hold_the_locks_of_their_parents(tmp_path: Path) -> None:
         with disk.Folder(tmp_path / "kernels") as other, other.try_lock("0" * 64) as is_held:
             assert is_held is False
     assert status == 0
+
+
+# Kernels out of the folder
 
 
 def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
