@@ -8,18 +8,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing.spawn import spawn
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums
+from tests.lib import ranks
 
 RANKS = 2
 OFFSETS = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
@@ -217,27 +216,7 @@ def block_masks() -> None:
         assert_sharded(leaves(0, 4, 2, packed=True), given, packed, {"out": Shard(1), "lse": Shard(0), **packed})
 
 
-CASES = (
-    sums_of_keys,
-    block_masks,
-    heads_dense,
-    heads_packed,
-    entries,
-    other_placements,
-    needs_of_the_backward_pass,
-    compiled,
-)
-
-
-def run(rank: int, store: str) -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    for case in CASES:
-        case()
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    spawn(run, (str(tmp_path / "store"),), nprocs=RANKS)
+def test_over_ranks(tmp_path: Path) -> None:
+    plain = [heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled]
+    ranks.run([sums_of_keys, block_masks, *plain], RANKS, tmp_path)
