@@ -5,19 +5,18 @@ Plain PyTorch, which sums in float32 or more, does not show that of integers, wh
 
 import random
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute import counters
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.problem.spec import Results
 from flash_attn_cute.selfcheck import samples, steps
 from flash_attn_cute.selfcheck.samples import Sample
 from flash_attn_cute.selfcheck.steps import Kernels
 from tests.lib.interpreted import backward, forward
+from tests.lib.interpreted.common import fresh_counters
 from tests.lib.tiers import tiered
 
 
@@ -85,10 +84,9 @@ def test_families_are_those_of_the_self_check() -> None:
 def test_right_kernels_pass(case: tuple[Kernels, Sample]) -> None:
     kernels, sample = case
     by_pairs, drawn = "pair" in kernels.family, samples.draw(sample, torch.device("cpu"))
-    with patch.object(counters, "next_tile", lambda *_: torch.zeros(4, dtype=torch.int32)):
+    with fresh_counters():
         if kernels.pass_name == "forward":
-            run = Forward(by_pairs=by_pairs, draw=random.Random(0))
-            found = drawn.forward(run)
+            found = drawn.forward(Forward(by_pairs=by_pairs, draw=random.Random(0)))
         else:
             found = drawn.backward(Backward(random.Random(0), by_pairs=by_pairs))
     drawn.compare(found)

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_cute
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends.cute import CuteBackend, counters
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import attend, dispatch, ops, prepared_call
 from flash_attn_cute.calls.attention_call import AttentionCall
@@ -336,15 +336,11 @@ def test_a_gradient_without_strides_after_others() -> None:
 MOST_FUNCTIONS = {"no_grad": 14, "recording": 16, "backward": 7}
 
 
+@pytest.mark.usefixtures("launches")
 def test_host_work_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of this package that a repeated call enters: a noise-free measure of its time on the host."""
     torch.use_deterministic_algorithms(False)  # which would have new memory filled
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(3, dtype=torch.int32)})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    backend = CuteBackend(ARCHITECTURES["sm90"], is_supposed=True, kernel_of=lambda config: lambda arguments: None)
+    backend = CuteBackend(ARCHITECTURES["sm90"], is_supposed=True)
     monkeypatch.setitem(dispatch.BACKENDS, "sm90", backend)
     package = str(Path(flash_attn_cute.__file__).parent)
 
