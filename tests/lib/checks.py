@@ -244,6 +244,7 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
     out, lse, *max_logits = run(call, return_lse=True, **options)
     assert out.requires_grad
     assert lse.requires_grad
+    assert (out.dtype, lse.dtype) == (call.q.dtype, torch.promote_types(call.q.dtype, torch.float32))
     for x in max_logits:
         assert_max_logits_close(x, call)
     assert_right(call, out, lse, through_lse=through_lse)
@@ -285,7 +286,7 @@ def assert_results_close(
     truth: Call | None = None,
     factor: float | None = None,
 ) -> None:
-    """Compares some results of a call with the oracle's: zeros and -inf in padding and where a query sees no key.
+    """Compares some results of a call with the oracle's: zeros and -inf in padding and where rows see nothing.
 
     Args:
         call: what was called.
@@ -304,18 +305,13 @@ def assert_results_close(
         if name == "dbias" and dout is not None and (got.ndim == 0 or got.shape[-1] == 1):
             room = rounding_over_keys(got.shape, low["out"] - expected["out"], dout)
         assert_close(name, got, expected[name], low[name], factor, max(1.0, size), room)
-    real_q, real_k = (real.to(call.q.device) for real in call.real_rows())
+    assert_padding_is_zero(call, results)
     unseeing = expected["lse"].transpose(-1, -2).isneginf()  # rows and heads, padding included
-    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
-        if name in results:
-            assert (results[name][~real] == 0).all(), f"{name}: padding rows are not zero"
-        if name in results and real is real_q:
-            assert (results[name][unseeing] == 0).all(), f"{name}: not zero where a query sees no key"
-    if "lse" in results:
-        assert results["lse"].transpose(-1, -2)[~real_q].isneginf().all(), "lse: padding rows are not -inf"
-    if "dbias" in results:
-        padding = call.score_padding(call.bias).to(call.q.device)
-        assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
+    for name in results.keys() & {"out", "dq"}:
+        assert (results[name][unseeing] == 0).all(), f"{name}: not zero where a query sees no key"
+    for name in results.keys() & {"dk", "dv"}:
+        hidden = (expected["dk"] == 0).all(-1) & (expected["dv"] == 0).all(-1)
+        assert (results[name][hidden] == 0).all(), f"{name}: not zero where no query sees a key"
 
 
 def assert_max_logits_close(max_logits: Tensor, call: Call) -> None:
@@ -349,6 +345,31 @@ def rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:
     by_row = (error * dout.double().nan_to_num(0.0)).sum(-1).transpose(-1, -2)[..., None]
     squares = by_row.square().sum_to_size((1,) * (by_row.ndim - len(shape)) + shape)
     return 4.0 * squares.max().sqrt().item() if squares.numel() else 0.0
+
+
+def assert_padding_reaches_nothing(call: Call, **options: Any) -> None:
+    """NaN, infinities and large numbers in padding give the bits that zeros give, and exact zeros where they stand.
+
+    No sequence may have more than two tiles of keys, or determinism has to be asked for: dq is a sum in no order.
+    """
+    expected = padded_results(refilled(call, (0.0,)), 0.0, **options)
+    assert_padding_is_zero(call, expected)
+    for fill in (torch.nan, torch.inf, 1e4):
+        for name, got in padded_results(refilled(call, (fill, -fill)), fill, **options).items():
+            assert bitwise_equal(got, expected[name]), f"{name} depends on padding of {fill}"
+
+
+def assert_padding_is_zero(call: Call, results: Results) -> None:
+    """Padding of results is exactly zero, and -inf in lse."""
+    real_q, real_k = (real.to(call.q.device) for real in call.real_rows())
+    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        if name in results:
+            assert (results[name][~real] == 0).all(), f"{name}: padding rows are not zero"
+    if "lse" in results:
+        assert results["lse"].transpose(-1, -2)[~real_q].isneginf().all(), "lse: padding rows are not -inf"
+    if "dbias" in results:
+        padding = call.score_padding(call.bias).to(call.q.device)
+        assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
 
 
 def assert_fully_masked_queries_reach_nothing(call: Call, *, through_lse: bool = False, **options: Any) -> None:

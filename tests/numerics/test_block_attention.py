@@ -15,12 +15,17 @@ from torch.overrides import TorchFunctionMode
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise, products
 from tests.lib.checks import (
+    DEVICES,
+    DTYPES,
     Case,
     assert_alike,
     assert_matches_oracle,
     bitwise_equal,
+    call_on,
     compiled,
     each_of,
+    needs_kernels,
+    on_each_backend,
     random_call,
     run,
     same_bits,
@@ -71,12 +76,42 @@ def random_dense(rng: random.Random, options: Case, dtype: torch.dtype, kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_mask(kind: str, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("masks of the tests are made on the CPU")
+@on_each_backend
+def test_every_kind_of_mask(backend: str, kind: str) -> None:
     rng = random.Random(kind)
+    shape: Case = {"nheads": 4, "nheads_k": 2, "head_dim": 16 if backend == "portable" else 128}
     for _ in range(3):
-        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32, kind))
+        call = random_dense(rng, shape | {"device": DEVICES[backend]}, DTYPES[backend], kind)
+        assert_matches_oracle(call, backend=backend)
+
+
+@on_each_backend
+def test_masks_of_nothing_and_of_everything(backend: str) -> None:
+    call = call_on(backend, [300], packed=False, nheads=2)
+    for visible in (torch.zeros(3, 3).bool(), torch.ones(3, 3).bool()):
+        mask = BlockMask.from_blocks(visible.to(call.q.device), seqlen_q=300, seqlen_k=300)
+        assert_matches_oracle(masked(call, mask, visible[:1, :1].expand(300, 300)), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "head_dim"),
+    [("portable", 16), *(pytest.param("sm90", d, marks=needs_kernels) for d in (64, 128, 192, 256))],
+)
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+def test_rows_and_columns_that_see_nothing(sink: bool, backend: str, head_dim: int) -> None:
+    """Whole blocks of them, and single rows; gradients of the blocks, and in PyTorch of any rows, may be NaN."""
+    shown = torch.rand(520, 460) < 0.5
+    shown[128:256], shown[300], shown[:, 256:390] = False, False, False
+    call = call_on(backend, [520], [460], packed=False, nheads=2, head_dim=head_dim, sink=sink)
+    call = masked(call, BlockMask.from_dense(shown.to(call.q.device)), shown)
+    assert_matches_oracle(call, through_lse=not sink, backend=backend)
+    out, results = run(call, deterministic=True, backend=backend), []
+    fully_masked = ~shown.any(1) if backend == "portable" else torch.arange(520) // 128 == 1
+    for fill in (0.0, torch.nan):
+        dout = torch.ones_like(out)
+        dout[:, fully_masked] = fill
+        results.append(torch.autograd.grad(out, call.qkv, dout, retain_graph=True))
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
@@ -129,44 +164,6 @@ def test_packed_sequences_of_equal_lengths() -> None:
     call = random_call([130] * 3, [90] * 3)
     shown = torch.rand(1, 2, 390, 270) < 0.5
     assert_matches_oracle(masked(call, BlockMask.from_dense(shown), shown))
-
-
-def test_packed_documents_are_sequences() -> None:
-    """A mask of documents over one long sequence, and the documents as sequences."""
-    cu = torch.tensor([0, 100, 333, 400], dtype=torch.int32)
-    q, k, v = (torch.randn(400, 2, 16, requires_grad=True) for _ in range(3))
-    out = flash_attn_varlen_func(q, k, v, cu, cu, 233, 233, causal=True)
-    mask = listed(BlockMask.documents(cu_seqlens=cu, seqlen_q=400) & BlockMask.causal(400, 400))
-    same = flash_attn_func(q[None], k[None], v[None], block_mask=mask)[0]
-    torch.testing.assert_close(same, out)
-    dout = torch.randn_like(out)
-    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), dout) for x in (same, out)))
-
-
-@pytest.mark.parametrize("sink", [False, True])
-def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
-    """Whole blocks of them, and single rows; what their gradients hold reaches nothing."""
-    length = 400
-    shown = torch.rand(length, length) < 0.5
-    shown[:130] = False
-    shown[200] = False
-    shown[:, 256:390] = False
-    call = masked(random_call([length], packed=False, sink=sink), BlockMask.from_dense(shown), shown)
-    assert_matches_oracle(call, through_lse=not sink)
-    out, lse = run(call, return_lse=True)
-    fully_masked = ~shown.any(1)
-    assert (out[0, fully_masked] == 0).all()
-    if not sink:
-        assert lse[0, :, fully_masked].isneginf().all()
-    dout = torch.randn_like(out)
-    expected = torch.autograd.grad(out, call.qkv, dout.index_fill(1, fully_masked.nonzero()[:, 0], 0.0))
-    dout[:, fully_masked] = torch.nan
-    again = run(call)
-    got = torch.autograd.grad(again, call.qkv, dout)
-    assert same_bits(got, expected)
-    assert (got[0][:, fully_masked] == 0).all()
-    assert (got[1][:, 256:390] == 0).all()
-    assert (got[2][:, 256:390] == 0).all()
 
 
 def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,25 +372,6 @@ def test_indices_twice_count_once() -> None:
     assert bitwise_equal(flash_attn_func(q, k, v, block_mask=twice), flash_attn_func(q, k, v, block_mask=once))
 
 
-def test_transforms() -> None:
-    """torch.func's grad and vmap, whose slices have the mask in common."""
-    mask = documents(200, 77)
-    q, k, v = (torch.randn(3, 1, 200, 2, 8) for _ in range(3))
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(q, k, v, block_mask=mask).square().sum()
-
-    expected = [torch.func.grad(loss)(q[i], k[i], v[i]) for i in range(3)]
-    leaf = q[0].clone().requires_grad_()
-    (plain,) = torch.autograd.grad(loss(leaf, k[0], v[0]), leaf)
-    torch.testing.assert_close(expected[0], plain)
-    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(q, k, v), torch.stack(expected))
-    own = BlockMask.from_dense(torch.rand(2, 1, 200, 200) < 0.5)
-    q, k, v = (torch.randn(3, 2, 200, 2, 8) for _ in range(3))
-    mapped = torch.vmap(lambda *qkv: flash_attn_func(*qkv, block_mask=own))(q, k, v)
-    torch.testing.assert_close(mapped[1], flash_attn_func(q[1], k[1], v[1], block_mask=own))
-
-
 def test_nested_tensors() -> None:
     lengths = (100, 233)
     parts = [[torch.randn(length, 2, 16) for length in lengths] for _ in range(3)]
@@ -437,20 +415,15 @@ def test_long_window() -> None:
     torch.testing.assert_close(out, flash_attn_func(q, k, v, window_size=(200, 0)))
 
 
-@pytest.mark.parametrize("elements", [1, 1 << 12])
-def test_small_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(elements, 32, 128))
-    rng = random.Random(elements)
+@pytest.mark.parametrize(
+    "size", [(1, 32, 128), (1 << 12, 32, 128), (1 << 26, 128, 1024)], ids=["rows", "few elements", "several blocks"]
+)
+def test_pieces_of_other_sizes(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces may also be longer than a block of the mask, as they are on a GPU."""
+    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(*size))
+    rng = random.Random(str(size))
     for _ in range(4):
         assert_matches_oracle(random_dense(rng, {"nheads": 6, "nheads_k": 3, "bias": (1, 1, 1)}, torch.float32))
-
-
-def test_whole_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces may be longer than a block of the mask, as they are on a GPU."""
-    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(1 << 26, 128, 1024))
-    rng = random.Random(5)
-    for _ in range(4):
-        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32))
 
 
 def test_positions_start_at_zero() -> None:

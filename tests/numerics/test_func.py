@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch
 
@@ -38,6 +38,15 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out.square().sum()
 
 
+def masked(mask: BlockMask) -> Loss:
+    """Attention under a block mask, which all slices of a map have in common."""
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, block_mask=mask).square().sum()
+
+    return loss
+
+
 def qkv(device: str) -> list[Tensor]:
     return [torch.randn(SIZE, 2, 5, heads, 8, device=device) for heads in (4, 2, 2)]
 
@@ -48,8 +57,12 @@ def cases(device: str) -> dict[str, tuple[Loss, list[Tensor]]]:
     cu = torch.tensor([[0, 3, 10], [0, 5, 10], [0, 4, 9]], dtype=torch.int32, device=device)
     extras = [torch.randn(SIZE, 4, device=device), torch.randn(SIZE, 4, 1, 5, device=device)]
     mask = torch.rand(SIZE, 2, 1, 5, 5, device=device) < 0.7
+    selected = torch.randint(-1, 3, (1, 2, 5, 2), device=device)
     return {
         "dense": (dense, qkv(device)),
+        "block mask": (masked(BlockMask.from_dense(mask[0, :1, 0]).build()), qkv(device)),
+        "block mask of each entry": (masked(BlockMask.from_dense(mask[0]).build()), qkv(device)),
+        "selection": (masked(BlockMask.from_selection(selected, block=2, seqlen_k=5)), qkv(device)),
         "seqused": (with_seqused, [*qkv(device), used]),
         "everything": (with_everything, [*qkv(device), *extras, mask]),
         "packed": (packed, [*qkv(device), cu]),
@@ -122,7 +135,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # Dense batches are mapped at once, all else in a loop.
-TIMES = {"dense": 1, "seqused": 1, "everything": SIZE, "packed": SIZE}
+TIMES = dict.fromkeys(cases("cpu"), SIZE) | {"dense": 1, "seqused": 1}
 
 
 def test_a_dense_batch_is_mapped_at_once(calls: list[str]) -> None:

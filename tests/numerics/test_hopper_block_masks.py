@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, explain, flash_attn_func
 from tests.lib.checks import (
     Case,
     assert_matches_oracle,
@@ -23,7 +23,7 @@ from tests.lib.checks import (
     run,
     with_gradients,
 )
-from tests.lib.masks import KINDS, listed, masked, spread, with_block_mask
+from tests.lib.masks import listed, masked, spread, with_block_mask
 from tests.lib.oracle import Call
 from tests.lib.waits import synchronisations
 
@@ -99,14 +99,6 @@ def test_beside_sequences_and_lengths(options: Case, packed: bool, fuzz_seconds:
         sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, call.q.shape[-2], call.k.shape[-2]])
         call = with_block_mask(call, rng, sets=sets, any_order=True)
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_mask(kind: str) -> None:
-    for seed in range(3):
-        rng = random.Random(f"{kind} {seed}")
-        assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
 
 
 HALF_BLOCKS: dict[str, Case] = {
@@ -240,35 +232,6 @@ def test_which_kernel_blocks_of_64_get() -> None:
         assert (explained.backward.config.tile_n == 64) == backward
 
 
-@needs_kernels
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_who_sees_nothing(head_dim: int) -> None:
-    """Blocks of queries and of keys, and rows alone; what stands in their q, k, v and dout reaches nothing."""
-    shown = torch.rand(520, 460) < 0.5
-    shown[128:256], shown[300], shown[:, 256:384] = False, False, False
-    call = call_on("sm90", [520] * 2, [460] * 2, packed=False, nheads=2, head_dim=head_dim)
-    call = masked(call, BlockMask.from_dense(shown.cuda()), shown)
-    assert_matches_oracle(call, backend="sm90")
-    out, lse = run(call, return_lse=True, backend="sm90")
-    assert (out[:, 128:256] == 0).all()
-    assert lse[..., 128:256].isneginf().all()
-    dout = torch.randn_like(out)
-    dout[:, 128:256] = torch.nan
-    dq, dk, dv = torch.autograd.grad(out, call.qkv, dout)
-    assert (dq[:, 128:256] == 0).all()
-    assert (dk[:, 256:384] == 0).all()
-    assert (dv[:, 256:384] == 0).all()
-    assert all(x.isfinite().all() for x in (dq, dk, dv))
-
-
-@needs_kernels
-def test_masks_of_nothing_and_of_everything() -> None:
-    call = call_on("sm90", [300], packed=False, nheads=2, head_dim=128)
-    for all_of in (False, True):
-        mask = BlockMask.from_blocks(torch.full((3, 3), all_of, device="cuda"), seqlen_q=300, seqlen_k=300)
-        assert_matches_oracle(masked(call, mask, torch.full((300, 300), all_of)), backend="sm90")
-
-
 def irregular(heads: int, blocks: int) -> BlockMask:
     visible = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.3
     return BlockMask.from_blocks(visible.cuda())
@@ -321,19 +284,6 @@ def test_one_mask_by_two_constructors() -> None:
             else:
                 assert torch.equal(a, b), name
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
-
-
-@needs_kernels
-def test_documents_as_a_mask_and_packed() -> None:
-    offsets = torch.tensor([0, 100, 400, 401, 900], dtype=torch.int32, device="cuda")
-    mask = listed(BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900))
-    q, k, v = (torch.randn(900, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    dout = torch.randn_like(q)
-    as_mask = flash_attn_func(q[None], k[None], v[None], block_mask=mask, backend="sm90")[0]
-    packed = flash_attn_varlen_func(q, k, v, offsets, offsets, 500, 500, causal=True, backend="sm90")
-    torch.testing.assert_close(as_mask, packed, atol=2e-2, rtol=2e-2)
-    grads = (torch.autograd.grad(x, (q, k, v), dout) for x in (as_mask, packed))
-    torch.testing.assert_close(*grads, atol=5e-2, rtol=5e-2)
 
 
 @needs_kernels

@@ -25,6 +25,7 @@ from tests.lib.checks import (
     assert_close,
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
+    assert_padding_reaches_nothing,
     assert_results_close,
     bitwise_equal,
     both_passes,
@@ -37,9 +38,7 @@ from tests.lib.checks import (
     gradients,
     on_each_backend,
     packed_or_dense,
-    padded_results,
     poisoned_dout,
-    refilled,
     run,
     with_gradients,
 )
@@ -196,30 +195,9 @@ PADDED: dict[str, Case] = {
 @packed_or_dense
 @each_on(PADDED)
 def test_padding_reaches_nothing(backend: str, case: Case, packed: bool) -> None:
-    """NaN, Inf or large numbers in that of bias and anything in that of mask: the bits that zeros give.
-
-    No sequence has more than two tiles of keys, so that the bits of dq do not depend on the order of a sum.
-    """
+    """Padding of a bias, too, and any bytes in that of a mask."""
     call = call_on(backend, [150, 3, 0, 40], [144, 9, 5, 130], packed=packed, seqused=True, **case)
-    padding = call.score_padding(call.bias).to(call.bias.device)
-    asked: Case = {"backend": backend, "deterministic": True}
-    expected = padded_results(refilled(call, (0.0,)), 0.0, **asked)
-    for fill in (torch.nan, torch.inf, 1e4):
-        for name, got in padded_results(refilled(call, (fill, -fill)), fill, **asked).items():
-            assert bitwise_equal(got, expected[name]), f"{name} depends on padding of {fill}"
-            if name == "dbias":
-                assert (got[padding] == 0).all()
-
-
-@packed_or_dense
-@on_each_backend
-def test_unwritten_padding(backend: str, packed: bool) -> None:
-    """zero_padding=False is about rows: padded entries of dBias are zero all the same."""
-    call = call_on(
-        backend, [50, 3, 20], [44, 9, 130], packed=packed, seqused=True, mask=(1, 1, 1), bias=(1, 1, 1), causal=True
-    )
-    got = padded_results(call, torch.nan, zero_padding=False, backend=backend)
-    assert (got["dbias"][call.score_padding(call.bias).to(call.bias.device)] == 0).all()
+    assert_padding_reaches_nothing(call, backend=backend, deterministic=True)
 
 
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])

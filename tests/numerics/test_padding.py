@@ -9,6 +9,8 @@ from tests.lib.checks import (
     Case,
     assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
+    assert_padding_is_zero,
+    assert_padding_reaches_nothing,
     bitwise_equal,
     each_of,
     packed_or_dense,
@@ -32,22 +34,9 @@ OPTIONS: dict[str, Case] = {
 @packed_or_dense
 @each_of("options", OPTIONS)
 def test_padding_reaches_nothing(options: Case, packed: bool, dtype: torch.dtype, device: str) -> None:
-    """Padding of NaN, Inf and large numbers: the same bits as padding of zeros, and exact zeros where it stands.
-
-    No sequence has more than two tiles of keys, so that the same bits of dq do not depend on the order of a sum.
-    """
-    call = random_call(
-        [50, 3, 0, 140], [44, 9, 5, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options
-    )
-    expected = padded_results(refilled(call, (0.0,)), 0.0)
-    real_q, real_k = (real.to(device) for real in call.real_rows())
-    for fill in (torch.nan, torch.inf, 1e4):
-        got = padded_results(refilled(call, (fill, -fill)), fill)
-        for name, value in got.items():
-            assert bitwise_equal(value, expected[name]), f"{name} depends on padding of {fill}"
-        for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
-            assert (got[name][~real] == 0).all(), name
-        assert got["lse"].transpose(-1, -2)[~real_q].isneginf().all()
+    lengths = [50, 3, 0, 140], [44, 9, 5, 130]
+    call = random_call(*lengths, packed=packed, seqused=True, dtype=dtype, device=device, **options)
+    assert_padding_reaches_nothing(call)
 
 
 @packed_or_dense
@@ -64,7 +53,7 @@ def test_the_check_sees_padding_that_counts(packed: bool) -> None:
 @packed_or_dense
 @each_of("options", OPTIONS)
 def test_unwritten_padding(options: Case, packed: bool, dtype: torch.dtype, device: str) -> None:
-    """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN).
+    """zero_padding=False: the same real rows; their padding is left as the allocator gave it (here: NaN), not dbias's.
 
     They come from two kernels, and the compiler may fuse a multiplication and an addition in one of them and not in the
     other: lse may differ in its last bit.
@@ -78,6 +67,8 @@ def test_unwritten_padding(options: Case, packed: bool, dtype: torch.dtype, devi
     lse = zeroed["lse"].transpose(-1, -2), unwritten["lse"].transpose(-1, -2)
     torch.testing.assert_close(lse[0][real_q], lse[1][real_q], rtol=2**-22, atol=2**-22)
     assert lse[1][~real_q].isnan().all()
+    if call.bias is not None:
+        assert_padding_is_zero(call, {"dbias": unwritten["dbias"]})
 
 
 def test_sequences_without_partners_are_real_rows() -> None:

@@ -25,7 +25,6 @@ from tests.lib.checks import (
     packed_or_dense,
     padded_results,
     random_call,
-    run,
     same_bits,
     small_call,
 )
@@ -75,14 +74,6 @@ def test_rows_that_reach_nothing(softcap: float, packed: bool, device: str) -> N
     call = with_selection(call, indices.to(device), 16)
     assert_matches_oracle(call, through_lse=True, backend="portable")
     assert_rows_reach_nothing(call, queries.to(device), keys.to(device), through_lse=True, backend="portable")
-
-
-def test_a_query_that_selects_nothing() -> None:
-    call = with_selection(random_call([40], packed=False), torch.full((1, 1, 40, 2), -1), 64)
-    out, lse = run(call, return_lse=True)
-    assert (out == 0).all()
-    assert lse.isneginf().all()
-    assert all((x == 0).all() for x in torch.autograd.grad(out, call.qkv, torch.ones_like(out)))
 
 
 def test_blocks_count_once_in_any_order() -> None:
@@ -166,21 +157,6 @@ def test_recomputed() -> None:
     mask = BlockMask.from_selection(indices.clone(), block=16, seqlen_k=100)
     out = flash_attn_func(q, k, v, block_mask=mask, causal=True)
     assert same_bits(grads(indices), torch.autograd.grad(out.square().sum(), (q, k, v)))
-
-
-def test_transformed() -> None:
-    """By torch.func, whose slices share the mask."""
-    q, k, v = (torch.randn(3, 1, 40, 2, 8) for _ in range(3))
-    mask = BlockMask.from_selection(torch.randint(-1, 3, (1, 2, 40, 2)), block=16, seqlen_k=40)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(q, k, v, block_mask=mask).square().sum()
-
-    found = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, v)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad([loss(*each) for each in zip(*leaves, strict=True)], leaves)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_gradients_are_derivatives() -> None:

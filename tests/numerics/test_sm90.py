@@ -331,27 +331,6 @@ def test_more_sums_than_32_bits_count() -> None:
 
 
 @needs_kernels
-@packed_or_dense
-def test_strides(packed: bool) -> None:
-    """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies.
-
-    So do gradients; that of out is expanded, too.
-    """
-    shape = (600,) if packed else (2, 300)
-    qkv = torch.randn(*shape, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
-    odd = torch.randn(*shape, 4, 67, device="cuda", dtype=torch.bfloat16)[..., 3:]
-    expanded = torch.randn(*shape, 1, 64, device="cuda", dtype=torch.bfloat16).expand(*shape, 4, 64)
-    cu = torch.tensor([0, 250, 600], dtype=torch.int32, device="cuda") if packed else None
-    for rows in (qkv.unbind(-3), (odd,) * 3, (expanded,) * 3, (odd, expanded, qkv.unbind(-3)[0])):
-        found = []
-        for xs in (rows, [x.contiguous() for x in rows]):
-            q, k, v = leaves = [x.detach().requires_grad_() for x in xs]
-            out = run(Call(q, k, v, cu, cu, causal=True), backend="sm90")
-            found.append(with_gradients(out, leaves, torch.ones_like(out[..., :1]).expand_as(out)))
-        assert same_bits(*found)
-
-
-@needs_kernels
 def test_tensors_alone_in_memory() -> None:
     """Nothing is mapped before or behind the tensors: no address outside them may be touched."""
     torch.cuda.empty_cache()
