@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.problem.block_tables import BlockTables
-from tests.lib.checks import captured, same_bits, with_gradients
+from tests.lib.checks import with_gradients
 from tests.lib.oracle import Call
-from tests.lib.waits import synchronisations
+from tests.lib.waits import assert_captured
 
 TILE = 128
 
@@ -347,13 +347,7 @@ def assert_selections_are_captured(backend: str, block: int = 64) -> None:
         out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend=backend)
         return with_gradients(out, (q, k, v), dout)
 
-    both()
-    assert synchronisations(both) == 0
-    graph, found = captured(both)
-    for _ in range(2):
-        indices.random_(-1, 8)
-        graph.replay()
-        assert same_bits(found, both())
+    assert_captured(both, lambda: indices.random_(-1, 8))
 
 
 def as_if_captured() -> Any:

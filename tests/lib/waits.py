@@ -1,10 +1,14 @@
 """Whether, and how often, a host waits for its device."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.lib.checks import captured, same_bits
 
 
 def synchronisations(function: Any) -> int:
@@ -18,6 +22,17 @@ def synchronisations(function: Any) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def assert_captured(function: Callable[[], Iterable[Tensor]], change: Callable[[], object]) -> None:
+    """A function never waits, and replays of its graph, after each change of what it reads, have the bits of calls."""
+    function()
+    assert synchronisations(function) == 0
+    graph, found = captured(function)
+    for _ in range(2):  # of the workspace nothing may be left
+        change()
+        graph.replay()
+        assert same_bits(found, function())
 
 
 class Waits(AssertionError):

@@ -12,7 +12,9 @@ from tests.lib.checks import (
     assert_padding_is_zero,
     assert_padding_reaches_nothing,
     bitwise_equal,
+    call_on,
     each_of,
+    needs_kernels,
     packed_or_dense,
     padded_results,
     poison_padding,
@@ -82,19 +84,31 @@ def test_sequences_without_partners_are_real_rows() -> None:
     assert (got["dv"][:5] == 0).all()
 
 
+FULLY_MASKED: dict[str, Case] = {
+    "causal": {"causal": True},
+    "right": {"window_size": (None, 13)},
+    "window": {"window_size": (50, 7)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "sink": {"causal": True, "sink": True},
+}
+
+
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
 @packed_or_dense
+@each_of("options", FULLY_MASKED)
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"window_size": (30, 3)}, {"causal": True, "sink": True}], ids=str
+    ("backend", "head_dim"), [("portable", 16), *(pytest.param("sm90", d, marks=needs_kernels) for d in (64, 128, 256))]
 )
 def test_queries_that_see_no_key(
-    options: Case, packed: bool, seqused: bool, dtype: torch.dtype, through_lse: bool, device: str
+    backend: str, head_dim: int, options: Case, packed: bool, seqused: bool, through_lse: bool
 ) -> None:
-    lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
-    call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
-    assert_fully_masked_queries_reach_nothing(call, through_lse=through_lse)
+    """Some blocks of queries see nothing, and some hold queries that do and queries that do not."""
+    lengths = ([300, 129, 33, 90, 0, 77], [130, 1, 0, 30, 50, 77]) if packed or seqused else ([330] * 2, [130] * 2)
+    shape: Case = {"nheads_k": 2, "head_dim": head_dim, "packed": packed, "seqused": seqused}
+    call = call_on(backend, *lengths, **shape | options)
+    assert_matches_oracle(call, through_lse=through_lse, backend=backend)
+    assert_fully_masked_queries_reach_nothing(call, through_lse=through_lse, backend=backend)
 
 
 @pytest.mark.parametrize("kept", [slice(1, -1), slice(2, 3)], ids=["between them", "no sequences"])

@@ -18,7 +18,6 @@ from tests.lib.checks import (
     DTYPES,
     Case,
     assert_rows_reach_nothing,
-    captured,
     compiled,
     each_of,
     needs_kernels,
@@ -31,6 +30,7 @@ from tests.lib.checks import (
 )
 from tests.lib.masks import listed
 from tests.lib.oracle import Call
+from tests.lib.waits import assert_captured
 
 BATCH, ROWS = 2, 300
 
@@ -295,8 +295,10 @@ def test_captured() -> None:
         return with_gradients(out, leaves, q)
 
     expected = both_passes()
-    graph, found = captured(both_passes)
-    for x in (q, k, v):
-        x[made.queries] = torch.nan
-    graph.replay()
-    assert same_bits(found, expected)
+
+    def poison() -> None:
+        for x in (q, k, v):
+            x[made.queries] = torch.nan
+
+    assert_captured(both_passes, poison)
+    assert same_bits(both_passes(), expected)
