@@ -89,8 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.cases.search(case.name):
             reports.append(harness.measure(suite, case))
             print(report.table(reports[-1]), flush=True)
-            judged = harness.judge(bars, reports), harness.rule(limits, reports)
-            report.write_json(path, environment, reports, *judged)
+            report.write_json(path, environment, reports)
     if not reports:
         parser.error(f"argument --cases: no case of {suite.name} matches {chosen.cases.pattern!r}")
     for mean in harness.means(reports):

@@ -260,7 +260,7 @@ class _Output:
         """Prints and writes another case."""
         self._reports.append(found)
         print(table(row, found, self._chosen.num_ranks, self._chosen.sizes), flush=True)
-        report.write_json(self._path, self._environment, self._reports, ())
+        report.write_json(self._path, self._environment, self._reports)
 
     def end(self) -> None:
         """Prints the means over rows that differ in lengths alone, and where the record is."""

@@ -3,12 +3,11 @@
 ``python -m benchmarks context-parallel --model FOLDER`` writes ``context_parallel-model.json`` and ``.png``.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import long_documents, plot
+from benchmarks import long_documents, plot, report
 from benchmarks.suites.context_parallel import METHODS, Row
 from flash_attn_cute.distributed import cost_model
 from flash_attn_cute.distributed.checked_call import Shape
@@ -27,7 +26,7 @@ CORPORA = (
 def write(folder: Path) -> None:
     """Writes the model's rows as JSON, and a picture of them."""
     rows = modelled(CORPORA)
-    (folder / "context_parallel-model.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "context_parallel-model.json").write_text(report.text(rows))
     draw(folder / "context_parallel-model.png", rows)
 
 

@@ -1,8 +1,8 @@
 """Report of a suite's run: tables, means and verdicts on the terminal, and a JSON file."""
 
-import dataclasses
 import datetime
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
 from benchmarks.harness import CaseReport, Mean, Ruling, Spread, Verdict
 from benchmarks.work import Work
 
 _PROJECT = Path(__file__).parents[1]
-# What files have of a contender, and of a case. Here it is in seconds, FLOP/s and bytes/s.
+# What files write of a case, as lists. Here it is in seconds, bytes, FLOP, FLOP/s and bytes/s.
 _UNITS = {
-    "time": "us: median, p10, p90",
-    "ratio": "to the time of the one in against: median, p10, p90 of the rounds' ratios",
-    "peak": "bytes",
-    "flop_rate": "TFLOP/s: median, p10, p90",
-    "byte_rate": "TB/s: median, p10, p90",
+    "work": "FLOP, bytes",
+    "rates": "of a gemm, TFLOP/s; of a copy, TB/s: medians",
+    "measured": "us: median, p10, p90; MB at the peak; median ratio to the time of the one in against",
+    "ratios": "to the times of others: medians",
 }
-_MICRO, _TERA = 1e-6, 1e12
-_COLUMNS = 120
+_MICRO, _MEGA, _TERA = 1e-6, 1e6, 1e12
+_DIGITS, _COLUMNS = 6, 120
 # What files leave out of a case.
 _EMPTY: dict[str, Any] = {"panel": "", "length": None, "unavailable": {}, "ratios": {}}
 
@@ -111,24 +109,13 @@ def environment(device: torch.device, dtype: torch.dtype, commit: str | None) ->
     }
 
 
-def write_json(
-    path: Path,
-    environment: Mapping[str, Any],
-    reports: Sequence[CaseReport],
-    verdicts: Sequence[Verdict],
-    rulings: Sequence[Ruling] = (),
-) -> None:
-    """Writes medians and quantiles of times and ratios. Whenever the process ends, the file is a whole one."""
+def write_json(path: Path, environment: Mapping[str, Any], reports: Sequence[CaseReport]) -> None:
+    """Writes what was measured. Whenever the process ends, the file is a whole one."""
     content = {
         "environment": environment,
         "units": _UNITS,
         "against": {name: other for report in reports for name, other in report.against.items()},
         "cases": [_written(report) for report in reports],
-        "means": [dataclasses.asdict(mean) for mean in harness.means(reports)],
-        "bars": [
-            dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio, "passed": verdict.passed} for verdict in verdicts
-        ],
-        "limits": [dataclasses.asdict(ruling) | {"passed": ruling.passed} for ruling in rulings],
     }
     partial = path.with_suffix(".partial")
     partial.write_text(text(content))
@@ -136,51 +123,67 @@ def write_json(
 
 
 def read_json(path: Path) -> list[CaseReport]:
-    """The cases of a file that ``write_json`` has written, with the digits and the ratios that the file has."""
+    """The cases of a file that ``write_json`` has written. Of rates and ratios it has medians alone: others are NaN."""
     content = json.loads(path.read_text())
-    reports = []
-    for case in content["cases"]:
-        measured = case.pop("measured")
-        case["against"] = {name: content["against"][name] for name, found in measured.items() if "ratio" in found}
-        case["work"] = Work(**case["work"])
-        case["times"] = {name: Spread(*(x * _MICRO for x in found["time"])) for name, found in measured.items()}
-        case["peak_bytes"] = {name: found["peak"] for name, found in measured.items()}
-        pairs = {(name, other): measured[name]["ratio"] for name, other in case["against"].items()}
-        pairs |= {
-            (name, other): found for name, others in case.get("ratios", {}).items() for other, found in others.items()
-        }
-        case["ratios"] = {pair: Spread(*found) for pair, found in pairs.items()}
-        for rate in ("flop_rate", "byte_rate"):
-            case[rate] = Spread(*(x * _TERA for x in case[rate]))
-        reports.append(CaseReport(**_EMPTY | case))
-    return reports
+    return [_read(_EMPTY | case, content["against"]) for case in content["cases"]]
 
 
 def _written(report: CaseReport) -> dict[str, Any]:
     """JSON fields of a case: in the file's units, a line a contender, nothing empty, no ratio both ways."""
-    measured: dict[str, dict[str, Any]] = {}
+    measured: dict[str, list[float | None]] = {}
     for name, time in report.times.items():
-        measured[name] = {"time": [x / _MICRO for x in time]}
-        if name in report.against:
-            measured[name]["ratio"] = report.ratios[name, report.against[name]]
-        measured[name]["peak"] = report.peak_bytes[name]
-    ratios: dict[str, dict[str, Spread]] = {}
+        peak, against = report.peak_bytes[name], report.against.get(name)
+        measured[name] = [*(x / _MICRO for x in time), None if peak is None else peak / _MEGA]
+        if against is not None:
+            measured[name].append(report.ratios[name, against].median)
+    ratios: dict[str, dict[str, float]] = {}
     for (name, other), found in report.ratios.items():
         if report.against.get(name) != other and report.against.get(other) != name:
-            ratios.setdefault(name, {})[other] = found
+            ratios.setdefault(name, {})[other] = found.median
     case = {
         "name": report.name,
         "detail": report.detail,
         "panel": report.panel,
         "length": report.length,
-        "work": {name: round(amount) for name, amount in report.work._asdict().items()},
+        "work": [round(amount) for amount in report.work],
+        "rates": [rate.median / _TERA for rate in (report.flop_rate, report.byte_rate)],
         "measured": measured,
         "ratios": ratios,
         "unavailable": report.unavailable,
-        "flop_rate": [x / _TERA for x in report.flop_rate],
-        "byte_rate": [x / _TERA for x in report.byte_rate],
     }
     return {key: value for key, value in case.items() if key not in _EMPTY or value != _EMPTY[key]}
+
+
+def _read(case: Mapping[str, Any], against: Mapping[str, str]) -> CaseReport:
+    times, peak_bytes, opponents, ratios = {}, {}, {}, {}
+    for name, (median, p10, p90, peak, *ratio) in case["measured"].items():
+        times[name] = Spread(median * _MICRO, p10 * _MICRO, p90 * _MICRO)
+        peak_bytes[name] = None if peak is None else round(peak * _MEGA)
+        if ratio:
+            opponents[name] = against[name]
+            ratios[name, against[name]] = _median(*ratio)
+    for name, others in case["ratios"].items():
+        ratios |= {(name, other): _median(ratio) for other, ratio in others.items()}
+    flop_rate, byte_rate = (_median(rate * _TERA) for rate in case["rates"])
+    return CaseReport(
+        name=case["name"],
+        detail=case["detail"],
+        panel=case["panel"],
+        length=case["length"],
+        work=Work(*case["work"]),
+        against=opponents,
+        times=times,
+        ratios=ratios,
+        peak_bytes=peak_bytes,
+        unavailable=case["unavailable"],
+        flop_rate=flop_rate,
+        byte_rate=byte_rate,
+    )
+
+
+def _median(x: float) -> Spread:
+    """A spread of which nothing else is known."""
+    return Spread(x, math.nan, math.nan)
 
 
 def text(content: Any) -> str:
@@ -190,7 +193,7 @@ def text(content: Any) -> str:
 
 def _rounded(content: Any) -> Any:
     if isinstance(content, float):
-        number = float(f"{content:.6g}")
+        number = float(f"{content:.{_DIGITS}g}")
         return int(number) if number.is_integer() else number
     if isinstance(content, Mapping):
         return {key: _rounded(value) for key, value in content.items()}

@@ -22,7 +22,7 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 _TURNS_UP_TO = 32  # blocks a side; with more there is no room for numbers
 _EMPTY, _PARTIAL, _FULL = "white", "#9ecae1", "#3182bd"
 _WAITING, _RUNNING = "0.8", "#fd8d3c"
-_FRAMES, _MILLISECONDS, _STILL = 24, 240, 3000  # of a moving picture, of each frame, and of the last one
+_FRAMES, _MILLISECONDS, _STILL = 12, 480, 3000  # of a moving picture, of each frame, and of the last one
 _STEPS = 240  # steps of time in a moving timeline
 _COLOURS = 16
 

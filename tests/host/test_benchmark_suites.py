@@ -1,6 +1,5 @@
 """Suites of the benchmarks, on tiny shapes: what they compare, that contenders compute the same, and their rows."""
 
-import json
 import re
 import sys
 import types
@@ -14,8 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks import __main__ as cli
-from benchmarks import harness
-from benchmarks.harness import Suite, Unavailable
+from benchmarks import harness, report
+from benchmarks.harness import CaseReport, Suite, Unavailable
 from benchmarks.suites import attention, bias, packed, selected, sparse
 from benchmarks.work import Passes, attention_flop
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
@@ -86,13 +85,18 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     return asked
 
 
-def written(suite: str, out: Path) -> dict[str, Any]:
-    """Runs a suite by the command, which draws it, too; returns its JSON."""
+def written(suite: str, out: Path) -> dict[str, CaseReport]:
+    """Runs a suite by the command, which draws it, too; returns the cases of its record by name."""
     pytest.importorskip("matplotlib")
     cli.main([suite, "--device", "cpu", "--out", str(out)])
     assert (out / f"{suite}-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
-    content: dict[str, Any] = json.loads((out / f"{suite}-cpu-float32.json").read_text())
-    return content
+    return {case.name: case for case in report.read_json(out / f"{suite}-cpu-float32.json")}
+
+
+def verdicts(printed: str) -> dict[tuple[str, str, str], bool]:
+    """Whether bars hold, by case, contender and opponent."""
+    lines = re.findall(r"^bar: (\w+): (.*): (.*) takes .* of the time of (.*) \(", printed, re.MULTILINE)
+    return {(case, contender, against): verdict == "pass" for verdict, case, contender, against in lines}
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, place: Any, **values: Any) -> None:
@@ -120,25 +124,25 @@ DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("suite", ["backward", "both"])
 def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = written(suite, tmp_path)
-    assert [case["name"] for case in content["cases"]] == [
+    cases = written(suite, tmp_path)
+    assert list(cases) == [
         "2x8 16 causal",
         "4/2x16 16 full",
         "4/1x8 12 causal",
         "documents 4/2x8 causal",
     ]
-    for case in content["cases"]:
-        refused = DETERMINISTIC[1:] if "x16" in case["name"] else []
+    for case in cases.values():
+        refused = DETERMINISTIC[1:] if "x16" in case.name else []
         names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
-        assert [name for name in case["measured"] if name != attention.CUDNN] == names
+        assert [name for name in case.times if name != attention.CUDNN] == names
         for name in refused:
-            assert case["unavailable"][name] == "raised NotImplementedError: d = 16"
+            assert case.unavailable[name] == "raised NotImplementedError: d = 16"
     expected = {
         (attention.FA4, attention.PACKAGE): 4,
         (attention.PACKAGE_DETERMINISTIC, attention.PACKAGE): 4,
         (attention.FA4_DETERMINISTIC, attention.PACKAGE_DETERMINISTIC): 3,
     }
-    means = {(mean["contender"], mean["against"]): mean["cases"] for mean in content["means"]}
+    means = {(mean.contender, mean.against): mean.cases for mean in harness.means(list(cases.values()))}
     assert {pair: count for pair, count in means.items() if attention.CUDNN not in pair} == expected
     printed = capsys.readouterr().out
     for (contender, against), count in expected.items():
@@ -148,26 +152,27 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
     """But one that asks for the largest logits."""
-    for case in written("forward", tmp_path)["cases"]:
-        assert attention.PACKAGE_MAX_LOGITS in case["measured"]
-        assert not {*case["measured"], *case["unavailable"]} & set(DETERMINISTIC)
+    for case in written("forward", tmp_path).values():
+        assert attention.PACKAGE_MAX_LOGITS in case.times
+        assert not {*case.times, *case.unavailable} & set(DETERMINISTIC)
     assert tiny == {(name, False) for name in PLAIN}
 
 
 def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
-    cases = written("lengths", tmp_path)["cases"]
-    assert [case["name"] for case in cases[:4]] == [
+    cases = written("lengths", tmp_path)
+    assert list(cases)[:4] == [
         *(f"forward 16x128 {length} causal" for length in (8, 16, 32)),
         "forward 16x128 8 full",
     ]
     panels = [f"{passes}, {mask}" for passes in ("forward", "backward") for mask in ("causal", "full")]
-    assert [(case["panel"], case["length"]) for case in cases] == [(x, n) for x in panels for n in (8, 16, 32)]
-    for case in cases:
-        backward = case["panel"].startswith("backward")
-        assert set(PLAIN + DETERMINISTIC) & case["measured"].keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
+    assert [(case.panel, case.length) for case in cases.values()] == [(x, n) for x in panels for n in (8, 16, 32)]
+    for case in cases.values():
+        backward = case.panel.startswith("backward")
+        assert set(PLAIN + DETERMINISTIC) & case.times.keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
         factor = 2.5 if backward else 1.0
-        pairs = (case["length"] + 1) / 2 if "causal" in case["panel"] else case["length"]
-        assert case["work"]["flop"] == factor * 4 * 32 * pairs * 16 * 128
+        assert case.length is not None
+        pairs = (case.length + 1) / 2 if "causal" in case.panel else case.length
+        assert case.work.flop == factor * 4 * 32 * pairs * 16 * 128
     assert tiny == {(name, deterministic) for name in PLAIN for deterministic in (False, True)}
 
 
@@ -200,15 +205,16 @@ TINY_ROWS = (
 )
 
 
-def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_suite_on_tiny_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Everyone computes the same, but for what is there for comparison, and cuDNN no gradient of a bias."""
     stand_in(monkeypatch, cuequivariance_torch={"triangle_attention": triangle_attention})
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))  # looking takes long
     kernels = dict.fromkeys(bias.KERNELS, SDPBackend.MATH)
     set_all(monkeypatch, bias, BACKEND="portable", ROWS=TINY_ROWS, TILE=4, KERNELS=kernels, _flex=compiles_for_long)
     shorten(monkeypatch, "bias", bias.suite, seconds=0.1)
-    content = written("bias", tmp_path)
-    cases = {case["name"]: case for case in content["cases"]}
+    cases = written("bias", tmp_path)
     assert list(cases) == [f"{passes} {row.name}" for row in TINY_ROWS for passes in ("forward", "backward")]
 
     comparisons = {"odd": bias.EVEN, "tiles": bias.ALL_TRUE, "documents": bias.SAME_AREA}
@@ -216,18 +222,18 @@ def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for row in TINY_ROWS:
         for passes, factor in (("forward", 1.0), ("backward", 2.5)):
             case = cases[f"{passes} {row.name}"]
-            assert case["panel"] == passes
-            assert case["work"]["flop"] == factor * 4 * pairs.get(row.name, 2 * 256) * 2 * 8
+            assert case.panel == passes
+            assert case.work.flop == factor * 4 * pairs.get(row.name, 2 * 256) * 2 * 8
             expected = {bias.PACKAGE} | ({bias.PACKAGE_DETERMINISTIC} if passes == "backward" else set())
             expected |= {comparisons[row.name]} if row.name in comparisons else set()
             expected |= {bias.WITHOUT} if row.mask or row.bias else set()
             expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
             expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
-            assert case["measured"].keys() == expected, case.get("unavailable")
-    bars = {(bar["case"], bar["against"]): bar["passed"] for bar in content["bars"]}
-    assert ("forward bias", bias.EFFICIENT) not in bars
-    assert bars["backward bias", bias.EFFICIENT] is False
-    assert bars["forward mask", bias.CUDNN] is True
+            assert case.times.keys() == expected, case.unavailable
+    bars = verdicts(capsys.readouterr().out)
+    assert ("forward bias", bias.PACKAGE, bias.EFFICIENT) not in bars
+    assert not bars["backward bias", bias.PACKAGE, bias.EFFICIENT]
+    assert bars["forward mask", bias.PACKAGE, bias.CUDNN]
     assert len(bars) == 2 + 1 + 4 * 2
 
 
@@ -329,12 +335,13 @@ def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny_sparse")
-def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_suite_on_tiny_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Everyone computes the same, but for a pass over all blocks; FLOP are those of elements, or of blocks."""
     monkeypatch.setattr(sparse, "_flex", compiles_for_long)
     shorten(monkeypatch, "sparse", sparse.suite, seconds=0.1)
-    content = written("sparse", tmp_path)
-    cases = {case["name"]: case for case in content["cases"]}
+    cases = written("sparse", tmp_path)
     assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
     i, j = torch.arange(512)[:, None], torch.arange(512)
     ids = sparse.document_ids(2, 512)
@@ -352,19 +359,21 @@ def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for row in TINY_SPARSE_ROWS:
         for passes, factor in (("forward", 1.0), ("backward", 2.5)):
             case = cases[f"{passes} {row.name}"]
-            assert case["panel"] == passes
-            assert case["work"]["flop"] == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
-            assert ("on the model" in case["detail"]) is (passes == "backward" and row.block == 128)
+            assert case.panel == passes
+            assert case.work.flop == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
+            assert ("on the model" in case.detail) is (passes == "backward" and row.block == 128)
             expected = {sparse.PACKAGE} | ({sparse.DETERMINISTIC} if passes == "backward" else set())
             expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
             expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
             expected |= {sparse.FA4} if row.block == 128 else set()
-            assert case["measured"].keys() == expected, case.get("unavailable")
-    bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
-    assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
-    assert bars["forward window", sparse.PACKAGE, sparse.WITHOUT]["passed"] is False
-    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]["passed"] is True
-    assert bars["forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS]["most"] == pytest.approx(0.55)
+            assert case.times.keys() == expected, case.unavailable
+    printed = capsys.readouterr().out
+    bars = verdicts(printed)
+    assert bars["backward window", sparse.PACKAGE, sparse.FA4]
+    assert not bars["forward window", sparse.PACKAGE, sparse.WITHOUT]
+    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]
+    assert ("forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS) in bars
+    assert f"{sparse.ALL_BLOCKS} (at most 0.55)" in printed
     assert len(bars) == 4 + 1 + 2 + 2
 
 
@@ -423,16 +432,16 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(BlockMask, "build", count)
     monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
     shorten(monkeypatch, "sparse-tables", sparse.tables)
-    content = written("sparse-tables", tmp_path)
+    cases = written("sparse-tables", tmp_path)
     names = list(sparse.TABLES)
-    assert [case["name"] for case in content["cases"]] == names
-    for case in content["cases"]:
-        peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents", "prefix-LM") else []
-        assert list(case["measured"]) == [sparse.PACKAGE, *peers]
-    assert [ruling["limit"]["case"] for ruling in content["limits"]] == [name for name in names if sparse.TABLES[name]]
+    assert list(cases) == names
+    for case in cases.values():
+        peers = [sparse.FLEX] if case.name in ("window", "causal", "documents", "prefix-LM") else []
+        assert list(case.times) == [sparse.PACKAGE, *peers]
     assert not any(made)
     assert len(made) > 3 * (6 + 4)
-    assert "limit: " in capsys.readouterr().out
+    ruled = re.findall(r"^limit: \w+: ([^:]+):", capsys.readouterr().out, re.MULTILINE)
+    assert ruled == [name for name in names if sparse.TABLES[name]]
 
 
 def parallel_nsa(
