@@ -81,7 +81,7 @@ def test_every_page_with_blocks_is_run() -> None:
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
     """Our commands in a page, without what stands behind ``--``, and their arguments."""
-    found = re.findall(r"python -m ((?:flash_attn_cute|benchmarks|examples|lab|tests|tools)\b[\w.]*)([^`#&\n]*)", text)
+    found = re.findall(r"python -m ((?:flash_attn_cute|benchmarks|examples|lab|tests)\b[\w.]*)([^`#&\n]*)", text)
     return [(module.rstrip("."), arguments.partition(" -- ")[0].split()) for module, arguments in found]
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import prose
+from lab import prose
 
 
 def test_places_only_go_down() -> None:
-    """Too many: ``python -m tools.prose PATH`` shows them. Fewer: lower ``ALLOWED``."""
+    """Too many: ``python -m lab.prose PATH`` shows them. Fewer: lower ``ALLOWED``."""
     counts = prose.count()
     assert not prose.too_many(counts), "places that break the rules of prose, and how many are allowed"
     assert not prose.ALLOWED.keys() - counts.keys(), "rooms that are no more"

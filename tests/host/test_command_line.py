@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab import prose
 from tests.lib.refusals import pairs
-from tools import prose
 
 WORKLOAD = ("--device", "cpu", "--dtype", "float32", "--seqlen", "4", "--batch", "1", "--heads", "2", "--head-dim", "8")
 
@@ -66,7 +66,7 @@ lab.emulator -- -m
     argument command: expected a module behind -m
 lab.lint /nowhere
     argument files: expected a file, got '/nowhere'
-tools.prose /nowhere
+lab.prose /nowhere
     argument PATH: expected a file, got '/nowhere'
 examples.pretrain --length 0
     argument --length: expected a number, 1 or more, got '0'

@@ -22,13 +22,13 @@ PACKAGE = ROOT / "flash_attn_cute"
 # Files that need more than is declared for all of their kind, by the extra that brings it.
 WITH_EXTRAS = {
     "demo": [PACKAGE / "demo.py"],
-    "docs": [ROOT / "tools" / "pages.py"],
+    "docs": [ROOT / "lab" / "site_links.py"],
     "plot": [PACKAGE / "sparsity" / "mask_plot.py", PACKAGE / "profile" / "timeline.py"],
     "profile": [PACKAGE / "profile" / "machine.py"],
     "transformers": [PACKAGE / "integrations" / name for name in ("transformers.py", "_transformers_masks.py")],
 }
 PYTEST_PLUGIN = ROOT / "lab" / "emulator" / "pytest_plugin.py"  # needs what tests need
-OWN = {"flash_attn_cute", "tests", "benchmarks", "lab", "tools", "examples"}
+OWN = {"flash_attn_cute", "tests", "benchmarks", "lab", "examples"}
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "cuda": "cuda-bindings",
@@ -108,7 +108,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         (below, set(), set()),
         *((paths, extras[extra], set()) for extra, paths in WITH_EXTRAS.items()),
         ([*files("tests"), PYTEST_PLUGIN], extras["test"], extras["bench"] | extras["profile"]),
-        (files("benchmarks", "lab", "tools"), extras["bench"], set()),
+        (files("benchmarks", "lab"), extras["bench"], set()),
         (files("examples"), extras["examples"], set()),
     ):
         declared = (package if paths is below else extra) & unexplained
@@ -296,7 +296,7 @@ def commands_that_install(text: str) -> list[str]:
 def test_no_page_installs_it_by_name() -> None:
     assert len(commands_that_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
     assert not commands_that_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
-    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "lab", "tools")
+    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "lab")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     assert len(files) > 100
     for path in [*files, *ROOT.glob("*.md"), ROOT / "Containerfile"]:
@@ -349,7 +349,7 @@ def what_is_missing(page: str) -> list[str]:
     folders = re.findall(rf"`((?:flash_attn_cute|{rooms})(?:/\w+)*)/`", page)
     wrong += [folder for folder in folders if not any((base / folder).is_dir() for base in (ROOT, package))]
     for module in re.findall(
-        rf"(?<![\w/-])(?:flash_attn_cute|tests|benchmarks|lab|tools)(?:\.\w+)+|`(?:{rooms})(?:\.\w+)+`", page
+        rf"(?<![\w/-])(?:flash_attn_cute|tests|benchmarks|lab)(?:\.\w+)+|`(?:{rooms})(?:\.\w+)+`", page
     ):
         parts = module.strip("`").split(".")
         if parts[-1] in ("py", "md"):
@@ -379,9 +379,9 @@ def test_what_pages_name_is_there(page: str) -> None:
 def test_what_is_not_there_is_missed() -> None:
     page = """`api.py`, `apy.py`, jit/{cache,cash}.py, `jit/key.py:identity`, `jit/key.py:identify`, `kernels/sm90/`,
     `kernels/sm80/`, `kernels/common/query_tiles.py:QueryTile.read`, `kernels/common/query_tiles.py:QueryTile.rread`,
-    `jit.cache`, `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m tools.prose, tools.poetry,
+    `jit.cache`, `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m lab.prose, lab.poetry,
     `spec.AttentionSpec`, `backends/cute/backend.py:_MAX_PACKED_ROWS`. See flash_attn_cute.calls."""
     missing = (
         "apy.py jit/cash.py jit/key.py:identify kernels/common/query_tiles.py:QueryTile.rread kernels/sm80 jit.cash"
     )
-    assert what_is_missing(page) == [*missing.split(), "jit.cache.colonel", "tools.poetry"]
+    assert what_is_missing(page) == [*missing.split(), "jit.cache.colonel", "lab.poetry"]

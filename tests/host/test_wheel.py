@@ -20,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy, as a build leaves files among the sources."""
     source = tmp_path_factory.mktemp("wheel") / "source"
     shutil.copytree(ROOT / "flash_attn_cute", source / "flash_attn_cute", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("lab", "tests", "tools"):
+    for name in ("lab", "tests"):
         (source / name).mkdir()
         (source / name / "__init__.py").touch()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,7 +1,7 @@
 """Checks the prose of docstrings, comments, names and pages against the project's rules for words.
 
-    python -m tools.prose            places a room, beside what is allowed
-    python -m tools.prose PATH ...   every place in these files
+    python -m lab.prose            places a room, beside what is allowed
+    python -m lab.prose PATH ...   every place in these files
 
 The exit code is 1 if a room has more places than are allowed, or if the files have any.
 
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the places of the files that are named, or the counts of all rooms. Returns the exit code."""
     from flash_attn_cute.runtime.command_line import existing_file  # imports PyTorch, without which the rest of it does
 
-    parser = argparse.ArgumentParser("python -m tools.prose", description=__doc__)
+    parser = argparse.ArgumentParser("python -m lab.prose", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "paths", nargs="*", type=existing_file, metavar="PATH", help="files to check, instead of all rooms"

@@ -1,1 +1,0 @@
-"""Small commands for contributors: words of the project, and the hook of its site."""
