@@ -97,11 +97,11 @@ class BackwardCtaSm90(BackwardKernel):
     """The backward kernel of one configuration: a persistent CTA an SM."""
 
     describe = staticmethod(cta_schedule)
+    transfers = Transfers
 
     def __init__(self, config: BackwardCtaConfig):
         super().__init__(config, self.describe(config), swizzled)
         self.warpgroups = config.num_mma_warpgroups
-        self.transfers = Transfers(config)
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
@@ -156,19 +156,20 @@ class BackwardCtaSm90(BackwardKernel):
         cute.arch.sync_threads()
         if warp_idx < 4:
             set_registers(producer.registers, c.ctas_an_sm * schedule.threads)
+            transfers = self.transfers(c, a, ws, tma, shared)
             if warp_idx == 0:
-                self.transfers.producer(a, ws, tma, shared)
+                transfers.producer()
             elif warp_idx <= self.warpgroups:
-                self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
+                transfers.carry_out(warp_idx - 1)
             if warp_idx == 3:
                 if const_expr(c.zeroes_sums):  # first, as others wait for zeros
-                    self.transfers.zero_sums(a, ws)
+                    transfers.zero_sums()
                 if const_expr(c.bias_pitch):
-                    self.transfers.load_bias(a, shared)
+                    transfers.load_bias()
                 elif const_expr(c.tiles_dbias):
-                    self.transfers.store_dS(a, tma, shared)
+                    transfers.store_dS()
                 if const_expr(c.signals_apart):
-                    self.transfers.signal_added(a, ws, shared, mdK, mdV)
+                    transfers.signal_added(mdK, mdV)
                 elif const_expr(c.features.may_mask_keys):
                     index, _, _ = cute.arch.block_idx()
                     zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])

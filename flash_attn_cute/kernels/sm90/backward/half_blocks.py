@@ -50,10 +50,7 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
 
     config: BackwardHalfBlocksConfig
     describe = staticmethod(half_blocks_schedule)  # type: ignore[assignment]
-
-    def __init__(self, config: BackwardHalfBlocksConfig):
-        super().__init__(config)
-        self.transfers = HalfBlocksTransfers(config)
+    transfers = HalfBlocksTransfers
 
     @cute.jit
     def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:

@@ -1,47 +1,45 @@
 """Warpgroup 0 of the backward kernel of blocks of 64 (``half_blocks_schedule``): that of ``cta`` but for dQ."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared
-from flash_attn_cute.kernels.common.tma import BackwardTiles
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardHalfBlocksConfig
-from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared
+from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 
 
+@dataclass(frozen=True)
 class HalfBlocksTransfers(Transfers):
     """Roles of warpgroup 0: producer, and the warp that stores and adds results."""
 
     config: BackwardHalfBlocksConfig
 
     @cute.jit
-    def carry_out(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared, w: Int32) -> None:
+    def carry_out(self, w: Int32) -> None:
         """Warp 1: to global memory what the warpgroup puts out: dQ of every step, dV and dK of every tile.
 
         In float32 the warpgroup itself writes these two.
         """
-        c = self.config
+        c, shared = self.config, self.shared
         step, tile_idx, out = Int32(0), Int32(0), shared.out(w)
         while shared.has_tile(tile_idx):
-            for _ in cutlass.range(shared.tile(c, a, tile_idx).blocks.num, unroll=1):
-                self._put_out_step(a, ws, shared, tile_idx, step, piece_number(c, step, tile_idx))
+            for _ in cutlass.range(shared.tile(c, self.a, tile_idx).blocks.num, unroll=1):
+                self._put_out_step(tile_idx, step, piece_number(c, step, tile_idx))
                 step += 1
             if const_expr(not c.features.wide):
-                self._store_dKV(a, tma, shared, out, w, tile_idx, piece_number(c, step, tile_idx))
+                self._store_dKV(out, w, tile_idx, piece_number(c, step, tile_idx))
             shared.tiles.release(tile_idx)  # to warp 0
             tile_idx += 1
 
     @cute.jit
-    def _put_out_step(
-        self, a: BackwardArguments, ws: Workspace, shared: Shared, tile_idx: Int32, step: Int32, piece: Int32
-    ) -> None:
+    def _put_out_step(self, tile_idx: Int32, step: Int32, piece: Int32) -> None:
         """Adds a step's dQ to the workspace."""
-        c, out = self.config, shared.out(Int32(0))
+        c, ws, shared, out = self.config, self.ws, self.shared, self.shared.out(Int32(0))
         size = c.tile_m * c.tile_d // c.pieces_dQ
         shared.rings.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)

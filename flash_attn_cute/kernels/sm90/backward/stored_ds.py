@@ -13,31 +13,49 @@ block to a cell of its own (``common.ds_cells``). ``gradient_q`` multiplies it b
 What leaves shared memory, dS of a step, and dV and dK of a tile by 64 columns, has one size, and one ring.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.backward import CELL_NUMBERS
 from flash_attn_cute.kernels.common.assembly import store_from_shared
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.backward.cta import _Work
-from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
 from flash_attn_cute.kernels.sm90.backward.half_blocks_transfers import HalfBlocksTransfers
 from flash_attn_cute.kernels.sm90.mma import convert
 from flash_attn_cute.kernels.sm90.shared import write
 
 
+@dataclass(frozen=True)
+class _Transfers(HalfBlocksTransfers):
+    """Roles of warpgroup 0: producer, and the warp that stores results."""
+
+    @cute.jit
+    def _put_out_step(self, tile_idx: Int32, step: Int32, piece: Int32) -> None:
+        """Stores a step's dS in its cell, and the block of keys beside it."""
+        c, ws, shared, out = self.config, self.ws, self.shared, self.shared.out(Int32(0))
+        shared.rings.steps.wait_full(step)  # from warp 0
+        block, turn = shared.read_step(step)
+        cells = cute.make_tensor(ws.mCells.iterator, cute.make_layout(cute.size(ws.mCells)))  # as blocks are counted
+        cell = cells[block] + turn
+        place = cute.domain_offset((cell, 0), ws.mdS).iterator.toint()
+        out.wait_full(piece)  # from the mma warpgroup
+        with cute.arch.elect_one():
+            store_from_shared(place, shared.sums + CELL_NUMBERS * out.stage(piece), 4 * CELL_NUMBERS)
+            ws.mCellKeys[cell] = shared.reload_tile(c, self.a, tile_idx).first_key // c.tile_n
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        out.release(piece)  # to the mma warpgroup
+
+
 class BackwardStoredDSSm90(BackwardHalfBlocksSm90):
     """The kernel of one configuration: two persistent CTAs an SM."""
 
     config: BackwardStoredDSConfig
-
-    def __init__(self, config: BackwardStoredDSConfig):
-        super().__init__(config)
-        self.transfers = _Transfers(config)
+    transfers = _Transfers
 
     @cute.jit
     def _put_out_dS(self, work: _Work, piece: Int32) -> None:
@@ -68,26 +86,3 @@ class BackwardStoredDSSm90(BackwardHalfBlocksSm90):
         if is_whole:
             write(rounded, work.mmas.S, work.shared.out_tile(work.warpgroup, piece), work.thread)
         self._hand_out(work, piece)  # to warp 1
-
-
-class _Transfers(HalfBlocksTransfers):
-    """Roles of warpgroup 0: producer, and the warp that stores results."""
-
-    @cute.jit
-    def _put_out_step(
-        self, a: BackwardArguments, ws: Workspace, shared: Shared, tile_idx: Int32, step: Int32, piece: Int32
-    ) -> None:
-        """Stores a step's dS in its cell, and the block of keys beside it."""
-        c, out = self.config, shared.out(Int32(0))
-        shared.rings.steps.wait_full(step)  # from warp 0
-        block, turn = shared.read_step(step)
-        cells = cute.make_tensor(ws.mCells.iterator, cute.make_layout(cute.size(ws.mCells)))  # as blocks are counted
-        cell = cells[block] + turn
-        place = cute.domain_offset((cell, 0), ws.mdS).iterator.toint()
-        out.wait_full(piece)  # from the mma warpgroup
-        with cute.arch.elect_one():
-            store_from_shared(place, shared.sums + CELL_NUMBERS * out.stage(piece), 4 * CELL_NUMBERS)
-            ws.mCellKeys[cell] = shared.reload_tile(c, a, tile_idx).first_key // c.tile_n
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        out.release(piece)  # to the mma warpgroup
