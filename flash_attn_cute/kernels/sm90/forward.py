@@ -83,11 +83,12 @@ _BARRIER_EPILOGUE = 4  # one a warpgroup
 class ForwardSm90(ForwardKernel):
     """The forward kernel of one configuration."""
 
+    transfers: Any = Transfers
+
     def __init__(self, config: ForwardConfig):
         super().__init__(config, forward_schedule(config), swizzled)
         self.warpgroups = config.num_mma_warpgroups
         self.queries = 64 // config.group  # of a warpgroup
-        self.transfers = Transfers(config)
         self.stores_rows = config.group > 1 or self.has_no_sO
 
     def mmas(self) -> ForwardMmas:
@@ -124,11 +125,12 @@ class ForwardSm90(ForwardKernel):
         shared = self._set_up(arguments, cutlass.memory.SmemAllocator().allocate(self.Storage), warp_idx)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
+            transfers = self.transfers(c, arguments, tables, tma, shared)
             if warp_idx == 0:
-                self.transfers.producer(arguments, tables, tma, shared)
+                transfers.producer()
             if const_expr(c.bias_pitch):
                 if warp_idx > 0:
-                    self.transfers.bias_producer(arguments, tables, shared)
+                    transfers.bias_producer()
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             self.mma(self._work(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales))

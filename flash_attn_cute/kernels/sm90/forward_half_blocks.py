@@ -34,7 +34,6 @@ from flash_attn_cute.kernels.common.block_lists import FULL
 from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.score import hidden
 from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
-from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
@@ -43,9 +42,7 @@ from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 class ForwardHalfBlocksSm90(ForwardSm90):
     """The forward kernel of one configuration with the feature ``half_blocks``."""
 
-    def __init__(self, config: ForwardConfig):
-        super().__init__(config)
-        self.transfers = HalfBlockTransfers(config, self.schedule.pipeline("q").num_bytes)  # type: ignore[assignment]
+    transfers = HalfBlockTransfers
 
     @cute.jit
     def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:  # type: ignore[override]

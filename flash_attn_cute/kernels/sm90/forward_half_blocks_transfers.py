@@ -79,30 +79,33 @@ class _Half(NamedTuple):
     code: Int32
 
 
+@dataclass(frozen=True)
 class HalfBlockTransfers:
     """Warp 0: tiles, the pairs of half blocks that are their steps, and loads."""
 
-    def __init__(self, config: ForwardConfig, q_bytes: int):
-        assert not config.features.packed
-        self.config = config
-        self.q_bytes = q_bytes
-        self.tiles = QueryTiles(config)
+    config: ForwardConfig
+    a: ForwardArguments
+    tables: Tables
+    tma: ForwardTiles
+    shared: Shared
 
     @cute.jit
-    def producer(self, a: ForwardArguments, tables: Tables, tma: ForwardTiles, shared: Shared) -> None:
+    def producer(self) -> None:
         """Warp 0: chooses tiles, pairs half blocks, and loads all that they need in the order of the steps."""
+        assert not self.config.features.packed
+        a, tma, shared, tiles = self.a, self.tma, self.shared, QueryTiles(self.config)
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
-        num_tiles = self.tiles.num(a)
+        num_tiles = tiles.num(a)
         index, _, _ = cute.arch.block_idx()
         lane, none = cute.arch.lane_idx(), Int32(0)
         count, stage, phase, first, second = none, none, none, none, none
         while index < num_tiles:
-            tile, asked_before = self.tiles.at(a, tables, index), self.tiles.ask(a)
-            self._announce(tile, tma.Q, shared, count)
+            tile, asked_before = tiles.at(a, self.tables, index), tiles.ask(a)
+            self._announce(tile, count)
             count += 1
             head_k, num, taken = tile.head // heads_a_key_head, tile.blocks.num, none
             place, code = none, none  # of the half block that waits in this lane
-            next_place, next_code = self._half(tables, tile.blocks, lane)
+            next_place, next_code = self._half(tile.blocks, lane)
             lead = none  # steps of the first warpgroup ahead of the second's
             working = Boolean(True)
             while working:
@@ -113,7 +116,7 @@ class HalfBlockTransfers:
                     if place == 0:
                         place, code = coming
                     taken += cute.arch.popc(free)
-                    next_place, next_code = self._half(tables, tile.blocks, taken + lane)
+                    next_place, next_code = self._half(tile.blocks, taken + lane)
                     free = cute.arch.vote_ballot_sync(place == 0)
                 which, chosen = self._choose(place % (SEEN * 4), lead)
                 working = which != 0
@@ -135,22 +138,22 @@ class HalfBlockTransfers:
                     # Else its wait for the next V could take the phase before that for its own.
                     cute.arch.mbarrier_wait(shared.v_stages.full(stage), phase ^ 1)
                     if which != _SECOND:
-                        self._publish(halves, shared, stage, phase, 0, first)
+                        self._publish(halves, stage, phase, 0, first)
                         first += 1
                         lead += 1
                     if which != _FIRST:
-                        self._publish(halves, shared, stage, phase, 1, second)
+                        self._publish(halves, stage, phase, 1, second)
                         second += 1
                         lead -= 1
                     self._load(halves, tile, head_k, tma.V, shared.sV, shared.v_stages, stage, phase, which)
                     stage += 1
                     if stage == self.config.stages:
                         stage, phase = none, phase ^ 1
-            self._end(shared, 0, first)
-            self._end(shared, 1, second)
+            self._end(0, first)
+            self._end(1, second)
             first += 1
             second += 1
-            index = self.tiles.following(a, asked_before, num_tiles)
+            index = tiles.following(a, asked_before, num_tiles)
         shared.tile_ring.wait_empty(count)  # both warpgroups are done with the stage's last tile
         with cute.arch.elect_one():
             shared.tiles[0, shared.tile_ring.stage(count)] = Int32(-1)
@@ -186,9 +189,9 @@ class HalfBlockTransfers:
         return which, chosen
 
     @cute.jit
-    def _half(self, tables: Tables, blocks: BlockList, i: Int32) -> tuple[Int32, Int32]:
+    def _half(self, blocks: BlockList, i: Int32) -> tuple[Int32, Int32]:
         """The i-th half block of a list; 0 behind its end, and if no query sees it."""
-        place, code = Int32(0), Int32(FULL)
+        tables, place, code = self.tables, Int32(0), Int32(FULL)
         if i < blocks.num:
             number = blocks.nth(i)
             entry, half = number // 2, number % 2
@@ -201,15 +204,16 @@ class HalfBlockTransfers:
         return place, code
 
     @cute.jit
-    def _announce(self, tile: QueryTile, tQ: RowTiles, shared: Shared, count: Int32) -> None:
+    def _announce(self, tile: QueryTile, count: Int32) -> None:
         """Publishes a tile to the mma warpgroups, and loads its queries."""
+        tQ, shared = self.tma.Q, self.shared
         shared.tile_ring.wait_empty(count)  # both warpgroups are done with the stage's last tile
         shared.q_ring.wait_empty(count)  # and have the last one's Q in registers
         full = shared.q_ring.full(count)
         with cute.arch.elect_one():
             tile.write(shared.tiles[None, shared.tile_ring.stage(count)])
             cute.arch.mbarrier_arrive(shared.tile_ring.full(count))
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, shared.q_ring.num_bytes)
         for w in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             # Rows behind the last one arrive as zeros.
             start = tile.first_query + 64 * w
@@ -245,17 +249,11 @@ class HalfBlockTransfers:
 
     @cute.jit
     def _publish(
-        self,
-        halves: cutlass.Constexpr,
-        shared: Shared,
-        stage: Int32,
-        phase: Int32,
-        warpgroup: cutlass.Constexpr,
-        number: Int32,
+        self, halves: cutlass.Constexpr, stage: Int32, phase: Int32, warpgroup: cutlass.Constexpr, number: Int32
     ) -> None:
         """Publishes a step to a warpgroup: where it is, and for each half block which scores are visible."""
-        ring = shared.message_ring(warpgroup)
-        fields = shared.messages[None, ring.stage(number), warpgroup]
+        ring = self.shared.message_ring(warpgroup)
+        fields = self.shared.messages[None, ring.stage(number), warpgroup]
         values = [stage, phase]
         for half in halves:
             code = half.code
@@ -270,9 +268,9 @@ class HalfBlockTransfers:
             cute.arch.mbarrier_arrive(ring.full(number))
 
     @cute.jit
-    def _end(self, shared: Shared, warpgroup: cutlass.Constexpr, number: Int32) -> None:
+    def _end(self, warpgroup: cutlass.Constexpr, number: Int32) -> None:
         """Publishes to a warpgroup that it has had all steps of a tile."""
-        ring = shared.message_ring(warpgroup)
+        ring = self.shared.message_ring(warpgroup)
         with cute.arch.elect_one():
-            shared.messages[0, ring.stage(number), warpgroup] = Int32(END)
+            self.shared.messages[0, ring.stage(number), warpgroup] = Int32(END)
             cute.arch.mbarrier_arrive(ring.full(number))

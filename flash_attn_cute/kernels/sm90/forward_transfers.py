@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.score_tensors import scores_of
-from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 
@@ -46,29 +46,30 @@ class Shared:
     sBiasTile: cute.Tensor | None  # of a bias that TMA loads: stages of warpgroup 0, then those of the next
 
 
+@dataclass(frozen=True)
 class Transfers:
     """Roles of warpgroup 0: the producer, and the warps that copy a bias."""
 
-    def __init__(self, config: ForwardConfig):
-        self.config = config
-        self.schedule = forward_schedule(config)
-        self.warpgroups = config.num_mma_warpgroups
-        self.tiles = QueryTiles(config)
+    config: ForwardConfig
+    a: ForwardArguments
+    tables: Tables | None
+    tma: ForwardTiles
+    shared: Shared
 
     @cute.jit
-    def producer(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: Shared) -> None:
+    def producer(self) -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
-        c = self.config
+        c, a, tma, shared, tiles = self.config, self.a, self.tma, self.shared, QueryTiles(self.config)
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
         heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
-        num_tiles = self.tiles.num(a)
+        num_tiles = tiles.num(a)
         index, _, _ = cute.arch.block_idx()
         listed_block, listed_code = Int32(0), Int32(0)  # of 32 entries of a list, a lane's
         while index < num_tiles:
-            tile, asked_before = self.tiles.at(a, tables, index), self.tiles.ask(a)
-            if self.tiles.is_work(tile):
-                self._announce(tile, tma.Q, shared, tile_state)
+            tile, asked_before = tiles.at(a, self.tables, index), tiles.ask(a)
+            if tiles.is_work(tile):
+                self._announce(tile, tile_state)
                 tile_state.advance()
                 head_k = tile.head // heads_a_key_head
                 for i in cutlass.range(tile.blocks.num, unroll=1):
@@ -76,9 +77,9 @@ class Transfers:
                     if const_expr(c.features.listed):
                         if i % 32 == 0:
                             lane = cutlass.min(i + cute.arch.lane_idx(), tile.blocks.num - 1)
-                            listed_block, listed_code = self._entry(tables, tile.blocks.nth(lane))
+                            listed_block, listed_code = self._entry(tile.blocks.nth(lane))
                         block, code = (cute.arch.shuffle_sync(x, i % 32) for x in (listed_block, listed_code))
-                        self._publish_entry(block, code, shared, state.count)
+                        self._publish_entry(block, code, state.count)
                     start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
@@ -89,22 +90,21 @@ class Transfers:
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
                     if const_expr(c.tiles_bias):
-                        self._load_bias(a, tma.bias, tile, block, shared, state.count)
+                        self._load_bias(tile, block, state.count)
                     state.advance()
-            index = self.tiles.following(a, asked_before, num_tiles)
+            index = tiles.following(a, asked_before, num_tiles)
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
         with cute.arch.elect_one():
             shared.tiles[0, tile_state.index] = Int32(-1)
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
-    def _load_bias(
-        self, a: ForwardArguments, bias: RowTiles, tile: QueryTile, block: Int32, shared: Shared, step: Int32
-    ) -> None:
+    def _load_bias(self, tile: QueryTile, block: Int32, step: Int32) -> None:
         """Loads the bias of a block, each warpgroup's rows when it has released its own stage."""
-        entry, first_row = scores_of(self.config.features.packed, a.numbers.rows_a_slot, tile.q, tile.batch)
-        for w in cutlass.range_constexpr(self.warpgroups):
-            ring = shared.bias.ring.part(w, self.warpgroups)
+        bias, shared, warpgroups = self.tma.bias, self.shared, self.config.num_mma_warpgroups
+        entry, first_row = scores_of(self.config.features.packed, self.a.numbers.rows_a_slot, tile.q, tile.batch)
+        for w in cutlass.range_constexpr(warpgroups):
+            ring = shared.bias.ring.part(w, warpgroups)
             ring.wait_empty(step)  # from the warps of the warpgroup
             with cute.arch.elect_one():
                 ring.announce(step)
@@ -114,16 +114,17 @@ class Transfers:
             bias.load(gX, shared.sBiasTile[None, None, w * ring.stages + ring.stage(step)], ring.full(step))
 
     @cute.jit
-    def _publish_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:
+    def _publish_entry(self, block: Int32, code: Int32, step: Int32) -> None:
         """Publishes a step's block and the place of its bits, before K of the step arrives."""
+        entries = self.shared.entries
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):
-                shared.entries[i, step % shared.entries.shape[1]] = value
+                entries[i, step % entries.shape[1]] = value
 
     @cute.jit
-    def _entry(self, tables: Tables, i: Int32) -> tuple[Int32, Int32]:
+    def _entry(self, i: Int32) -> tuple[Int32, Int32]:
         """The block and the code of an entry of a list, or of a part of one that is of several blocks."""
-        parts = self.config.blocks_an_entry
+        tables, parts = self.tables, self.config.blocks_an_entry
         entry, part = (i, Int32(0)) if const_expr(parts == 1) else (i // parts, i % parts)
         block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
         if const_expr(parts > 1):
@@ -131,9 +132,9 @@ class Transfers:
         return block, code
 
     @cute.jit
-    def bias_producer(self, a: ForwardArguments, tables: Tables | None, shared: Shared) -> None:
+    def bias_producer(self) -> None:
         """Warps 1 to 3: load the tiles of the bias that go with the blocks of keys."""
-        c, thread = self.config, cute.arch.thread_idx()[0] - 32
+        c, a, shared, thread = self.config, self.a, self.shared, cute.arch.thread_idx()[0] - 32
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         step = Int32(0)
         working = Boolean(True)
@@ -146,7 +147,7 @@ class Transfers:
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block = tile.blocks.nth(i)
                     if const_expr(c.features.listed):
-                        block, _ = self._entry(tables, block)
+                        block, _ = self._entry(block)
                     first_column = block * c.tile_n
                     num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
                     if const_expr(c.blocks_an_entry > 1):  # a part may have none: not a vector is copied
@@ -165,18 +166,18 @@ class Transfers:
                     working = Boolean(False)
 
     @cute.jit
-    def _announce(self, tile: QueryTile, tQ: RowTiles, shared: Shared, state: pipeline.PipelineState) -> None:
+    def _announce(self, tile: QueryTile, state: pipeline.PipelineState) -> None:
         """Publishes a tile to the mma warpgroups, and loads its queries."""
-        c, queries = self.config, 64 // self.config.group  # of a warpgroup
+        c, tQ, shared, queries = self.config, self.tma.Q, self.shared, 64 // self.config.group  # of a warpgroup
         full = shared.tile_full + state.index
         some_keys = tile.blocks.num > 0
         cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
         with cute.arch.elect_one():
             tile.write(shared.tiles[None, state.index])
-            num_bytes = self.schedule.pipeline("tiles").num_bytes if some_keys else 0
+            num_bytes = forward_schedule(c).pipeline("tiles").num_bytes if some_keys else 0
             cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         if some_keys:
-            for w in cutlass.range_constexpr(self.warpgroups):
+            for w in cutlass.range_constexpr(c.num_mma_warpgroups):
                 # A part behind the sequence's end is an empty box: it arrives as zeros.
                 start = tile.first_query + queries * w
                 stop = cutlass.max(cutlass.min(start + queries, tile.q.length), start)

@@ -57,7 +57,6 @@ class ItemKernel(MainKernel):
     def __init__(self, config: SelectedConfig, shared: type[BlockShared]):
         super().__init__(config, selection_schedule(config), swizzled)
         self.kind_of_shared = shared
-        self.transfers = SelectionTransfers(config)
         self.tables = SelectionTableKernels(config)
 
     def head_tiles(self, operation: Any, mX: cute.Tensor) -> RowTiles:
@@ -141,10 +140,11 @@ class ItemKernel(MainKernel):
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             if item.start < item.stop:
+                transfers = SelectionTransfers(self.config, a, tables, unit, item, shared)
                 if warp_idx == 0:
-                    self.transfers.load_block(a, unit, item, tma.K, tma.V, shared)
+                    transfers.load_block(tma.K, tma.V)
                 if warp_idx < self.config.num_mma_warpgroups:
-                    self.transfers.load_picks(a, tables, unit, item, self.loads(tma, shared), shared, warp_idx)
+                    transfers.load_picks(self.loads(tma, shared), warp_idx)
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:

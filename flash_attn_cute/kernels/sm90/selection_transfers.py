@@ -12,10 +12,12 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
+from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_tables import SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
+from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
@@ -120,23 +122,21 @@ def box_of_heads(dtype: type, group: int) -> cute.ComposedLayout:
     return cute.make_composed_layout(whole.inner, 0, cute.make_layout((group, COLUMNS), stride=(COLUMNS, 1)))
 
 
+@dataclass(frozen=True)
 class SelectionTransfers:
-    """Loads of the producer warps."""
+    """Loads of the producer warps, for an item."""
 
-    def __init__(self, config: Any):
-        self.config = config
+    config: SelectedConfig
+    a: SelectionArguments
+    tables: SelectionTables  # of the launch's rows
+    unit: SelectedUnit  # whose heads
+    item: Item
+    shared: BlockShared
 
     @cute.jit
-    def load_block(
-        self,
-        a: SelectionArguments,
-        unit: cutlass.Constexpr,
-        item: cutlass.Constexpr,
-        tK: RowTiles,
-        tV: RowTiles,
-        shared: BlockShared,
-    ) -> None:
+    def load_block(self, tK: RowTiles, tV: RowTiles) -> None:
         """Warp 0: loads K and V of the item's block; rows behind the sequence's end arrive as zeros."""
+        a, unit, item, shared = self.a, self.unit, self.item, self.shared
         head = unit.number * self.config.group // (a.mQ.shape[-2] // a.mK.shape[-2])
         batch = Int32(0) if const_expr(self.config.features.packed) else unit.batch
         start = item.k.start + item.first_key
@@ -147,39 +147,23 @@ class SelectionTransfers:
             tX.load(tX.at(start, stop, head, batch), sX, ring.full(Int32(0)))
 
     @cute.jit
-    def load_picks(
-        self,
-        a: SelectionArguments,
-        tables: SelectionTables,
-        unit: cutlass.Constexpr,
-        item: cutlass.Constexpr,
-        loads: cutlass.Constexpr,
-        shared: BlockShared,
-        warpgroup: Int32,
-    ) -> None:
+    def load_picks(self, loads: cutlass.Constexpr, warpgroup: Int32) -> None:
         """Loads rows of a warpgroup's tiles, each pick's from where they are.
 
-        A last tile that lacks picks, or has none, has the item's last one in their place.
-
-        Args:
-            a: of the launch.
-            tables: of the launch's rows.
-            unit: whose heads.
-            item: whose picks.
-            loads: TMA tiles over (heads, d, row, batch), and where they go: (row, column, stage, warpgroup).
-            shared: the CTA's.
-            warpgroup: of those that compute.
+        ``loads`` are TMA tiles over (heads, d, row, batch), and where they go: (row, column, stage, warpgroup). A last
+        tile that lacks picks, or has none, has the item's last one in their place.
         """
+        a, unit, item, shared = self.a, self.unit, self.item, self.shared
         c, top, lane = self.config, a.numbers.top, cute.arch.lane_idx()
         batch = Int32(0) if const_expr(c.features.packed) else unit.batch
         ring, picks, first_head = shared.q_ring(warpgroup), c.picks_a_tile, unit.number * c.group
-        entries = tables.mEntries[unit.set, None]
+        entries = self.tables.mEntries[unit.set, None]
         step = Int32(0)
         begin, end, tiles = tiles_of(c, item, warpgroup)
         for first in cutlass.range(begin, end, tiles, unroll=1):
             own = [entries[cutlass.min(first + i + lane, item.stop - 1)] for i in range(0, picks, LANES)]
             rows = [a.numbers.first_row + entry // top for entry in own]
-            bits = self._load_key_bits(tables, unit, own)
+            bits = self._load_key_bits(own)
             ring.wait_empty(step)  # from the warpgroup: the tile that had this stage before is done
             stage = ring.stage(step)
             for i in cutlass.range_constexpr(len(own)):
@@ -203,14 +187,12 @@ class SelectionTransfers:
             step += 1
 
     @cute.jit
-    def _load_key_bits(
-        self, tables: SelectionTables, unit: cutlass.Constexpr, picks: cutlass.Constexpr
-    ) -> list[cute.Tensor]:
+    def _load_key_bits(self, picks: cutlass.Constexpr) -> list[cute.Tensor]:
         """Words of each of some picks; none without ``config.key_bits``."""
         found = []
         if const_expr(self.config.key_bits):
             for pick in picks:
                 words = cute.make_rmem_tensor(KEY_WORDS, Int32)
-                cute.autovec_copy(tables.mKeyBits[unit.set, pick, None], words)
+                cute.autovec_copy(self.tables.mKeyBits[self.unit.set, pick, None], words)
                 found.append(words)
         return found

@@ -77,7 +77,6 @@ class BackwardClusterSm90(BackwardKernel):
 
     def __init__(self, config: BackwardClusterConfig):
         super().__init__(config, cluster_schedule(config), swizzled)
-        self.transfers = Transfers(config)
 
     def mmas(self) -> _Mmas:
         """See ``MainKernel``."""
@@ -139,15 +138,16 @@ class BackwardClusterSm90(BackwardKernel):
         work = _Work(a, ws, index, shared)
         if warp_idx < scores.warps.start:
             set_registers(self.schedule.role("q_producer").registers, threads)
+            transfers = Transfers(c, a, ws, index, tma, shared)
             if warp_idx == 0:
-                self.transfers.load_queries(a, ws, index, tma, shared)
+                transfers.load_queries()
             if warp_idx == 1:
-                self.transfers.load_dO(a, ws, index, tma, shared)
+                transfers.load_dO()
             if const_expr(c.features.deterministic):
                 if warp_idx == 2:
-                    self.transfers.wait_semaphores(a, ws, index, shared)
+                    transfers.wait_semaphores()
                 elif warp_idx == 3:
-                    self.transfers.signal_semaphores(a, ws, index, shared)
+                    transfers.signal_semaphores()
         elif warp_idx < scores.warps.stop:
             set_registers(scores.registers, threads)
             self.score(work, mmas, tma.dV, mdV, scales)

@@ -107,30 +107,35 @@ class _Loads:
     rank: cutlass.Constexpr  # of the CTA that loads for both
 
 
+@dataclass(frozen=True)
 class Transfers:
     """Warpgroup 0, warp by warp."""
 
-    def __init__(self, config: BackwardClusterConfig):
-        self.config = config
+    config: BackwardClusterConfig
+    a: BackwardArguments
+    ws: Workspace
+    index: Int32  # of the tile
+    tma: Tiles
+    shared: Shared
 
     @cute.jit
-    def load_queries(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
+    def load_queries(self) -> None:
         """Warp 0: keys once, and Q, lse and delta block by block."""
-        rank = shared.rank
+        tma, shared, rank = self.tma, self.shared, self.shared.rank
         keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-        self._load(a, ws, index, _Loads(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q), shared)
+        self._load(_Loads(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q))
 
     @cute.jit
-    def load_dO(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
+    def load_dO(self) -> None:
         """Warp 1: values once, and dO block by block."""
-        values, parts = ((tma.V, shared.sV, shared.rank, 0),), self.config.parts_dO
-        loads = _Loads(values, shared.rings.v, tma.dO, parts, shared.sdO, shared.rings.do, _RANK_OF_DO)
-        self._load(a, ws, index, loads, shared)
+        shared, rings, parts = self.shared, self.shared.rings, self.config.parts_dO
+        values = ((self.tma.V, shared.sV, shared.rank, 0),)
+        self._load(_Loads(values, rings.v, self.tma.dO, parts, shared.sdO, rings.do, _RANK_OF_DO))
 
     @cute.jit
-    def _load(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: _Loads, shared: Shared) -> None:
-        c, rows, ring = self.config, loads.rows, loads.ring
-        blocks = BlockIterator.of(c, a, ws, index)
+    def _load(self, loads: _Loads) -> None:
+        c, ws, shared, rows, ring = self.config, self.ws, self.shared, loads.rows, loads.ring
+        blocks = BlockIterator.of(c, self.a, ws, self.index)
         tile = blocks.tile
         if tile.blocks.num > 0:
             once = Int32(0)
@@ -154,12 +159,8 @@ class Transfers:
                     ring.announce(fill)
                     if const_expr(with_stats):
                         for i in cutlass.range_constexpr(2):
-                            cute.copy(
-                                numbers,
-                                ws.mStats[i, tile.head, tile.first_block + m_block, None],
-                                shared.stats[None, i, stage],
-                                mbar_ptr=full,
-                            )
+                            gStats = ws.mStats[i, tile.head, tile.first_block + m_block, None]
+                            cute.copy(numbers, gStats, shared.stats[None, i, stage], mbar_ptr=full)
                 # The other CTA's barrier counts bytes whether or not its own warp has been here.
                 if shared.rank == loads.rank:
                     first = m_block * c.tile_m
@@ -168,10 +169,10 @@ class Transfers:
                     rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
 
     @cute.jit
-    def wait_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+    def wait_semaphores(self) -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
-        c = self.config
-        blocks = BlockIterator.of(c, a, ws, index)
+        c, ws, shared = self.config, self.ws, self.shared
+        blocks = BlockIterator.of(c, self.a, ws, self.index)
         tile = blocks.tile
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)
@@ -179,10 +180,10 @@ class Transfers:
             shared.order.wait_semaphore(step, semaphore, blocks.turn(c, ws, step, m_block))
 
     @cute.jit
-    def signal_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+    def signal_semaphores(self) -> None:
         """Warp 3: passes turns on to the tiles that come after."""
-        c = self.config
-        blocks = BlockIterator.of(c, a, ws, index)
+        c, ws, shared = self.config, self.ws, self.shared
+        blocks = BlockIterator.of(c, self.a, ws, self.index)
         tile = blocks.tile
         step = Int32(0)
         while step < tile.blocks.num:
