@@ -320,12 +320,7 @@ def table(row: Row, found: CaseReport, num_ranks: int, sizes: Sizes) -> str:
                 *("" if base not in rates else f"{rates[base] / _TERA:.0f}" for rates in elsewhere),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{found.name}: {found.detail}"]
-    for name, *numbers in rows:
-        cells = [name.ljust(widths[0])] + [x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join([*lines, *(f"  {name}: unavailable: {reason}" for name, reason in found.unavailable.items())])
+    return "\n".join([f"{found.name}: {found.detail}", *report.aligned(rows), *report.unavailable(found)])
 
 
 def _predicted_rates(row: Row, num_ranks: int, sizes: Sizes, passes: Passes) -> dict[str, float]:

@@ -5,7 +5,7 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ def table(report: CaseReport) -> str:
                 *_ratios(report, name),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     flop, traffic = report.work
     gemm, copy = report.flop_rate, report.byte_rate
     lines = [
@@ -56,11 +55,20 @@ def table(report: CaseReport) -> str:
         f"({gemm.p10 / scale:.0f}..{gemm.p90 / scale:.0f}) {unit} of a gemm, "
         f"{traffic / 1e6:.0f} MB take {_ms(traffic / copy.median)} ms at the {copy.median / 1e9:.0f} GB/s of a copy",
     ]
+    return "\n".join([*lines, *aligned(rows), *unavailable(report)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of rows of cells: names on the left, everything else on the right of its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:
         cells = [name.ljust(widths[0])] + [x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    lines += [f"  {name}: unavailable: {reason}" for name, reason in report.unavailable.items()]
-    return "\n".join(lines)
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def unavailable(report: CaseReport) -> Iterator[str]:
+    """A line for each contender that did not run the case."""
+    return (f"  {name}: unavailable: {reason}" for name, reason in report.unavailable.items())
 
 
 def mean_line(mean: Mean) -> str:

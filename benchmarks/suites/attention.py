@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Bar, Contender, NoPart, Suite, Unavailable
-from benchmarks.suites.passes import Forward, PassCase, run_passes
+from benchmarks.suites.passes import Forward, PassCase, deterministic, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -63,13 +63,6 @@ class AttentionCase(PassCase):
 
 # Standard normal numbers of a shape.
 Normal: TypeAlias = Callable[..., Tensor]
-
-
-class Maker(Protocol):
-    """Makes a contender's forward pass, of which it may be asked that the backward pass behind it is deterministic."""
-
-    def __call__(self, case: AttentionCase, *, deterministic: bool = False) -> Forward:
-        """The forward pass of one case."""
 
 
 def suite(passes: Passes, device: torch.device, dtype: torch.dtype) -> Suite[AttentionCase]:
@@ -117,18 +110,9 @@ def _contenders() -> list[Contender[AttentionCase]]:
         Contender(FA4, run_passes(_flash_attn_4)),
         Contender(CUDNN, run_passes(_cudnn)),
         Contender(PACKAGE_MAX_LOGITS, run_passes(_with_max_logits)),
-        Contender(PACKAGE_DETERMINISTIC, run_passes(_deterministic(_package))),
-        Contender(FA4_DETERMINISTIC, run_passes(_deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
+        Contender(PACKAGE_DETERMINISTIC, run_passes(deterministic(_package))),
+        Contender(FA4_DETERMINISTIC, run_passes(deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
     ]
-
-
-def _deterministic(make: Maker) -> Callable[[AttentionCase], Forward]:
-    def of(case: AttentionCase) -> Forward:
-        if case.passes == "forward":
-            raise NoPart  # forward passes are deterministic without it, too
-        return make(case, deterministic=True)
-
-    return of
 
 
 def _with_max_logits(case: AttentionCase) -> Forward:

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Contender, NoPart, Run, Suite, Unavailable
-from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
+from benchmarks.suites.passes import EACH, Forward, PassCase, deterministic, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -150,7 +150,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[BiasCase]:
 def _contenders() -> list[Contender[BiasCase]]:
     return [
         Contender(PACKAGE, run_passes(_package)),
-        Contender(PACKAGE_DETERMINISTIC, run_passes(_deterministic)),
+        Contender(PACKAGE_DETERMINISTIC, run_passes(deterministic(_package))),
         *(Contender(name, _other(name), compared=False) for name in (WITHOUT, ALL_TRUE, EVEN, SAME_AREA)),
         Contender(CUDNN, run_passes(_sdpa(CUDNN), without=("dbias",)), omits=frozenset({"dbias"})),
         Contender(EFFICIENT, run_passes(_sdpa(EFFICIENT))),
@@ -275,12 +275,6 @@ def _package(case: BiasCase, *, deterministic: bool = False) -> Forward:
         return out
 
     return run
-
-
-def _deterministic(case: BiasCase) -> Forward:
-    if case.passes == "forward":
-        raise NoPart  # forward passes are deterministic without it, too
-    return _package(case, deterministic=True)
 
 
 def _sdpa(name: str) -> Callable[[BiasCase], Forward]:

@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, Results, Run
+from benchmarks.harness import Case, NoPart, Results, Run
 from benchmarks.work import Passes
 
 EACH: tuple[Passes, ...] = ("forward", "backward")
@@ -50,5 +50,16 @@ def run_passes(make: Callable[[P], Forward], without: tuple[str, ...] = ()) -> C
             return dict(zip(leaves, grads, strict=True))
 
         return run
+
+    return of
+
+
+def deterministic(make: Callable[..., Forward]) -> Callable[[P], Forward]:
+    """Makes the forward pass ahead of a deterministic backward pass; forward passes alone are deterministic anyway."""
+
+    def of(case: P) -> Forward:
+        if case.passes == "forward":
+            raise NoPart
+        return make(case, deterministic=True)
 
     return of

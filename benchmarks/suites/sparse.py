@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run, Suite, Unavailable
-from benchmarks.suites.passes import EACH, Forward, PassCase, run_passes
+from benchmarks.suites.passes import EACH, Forward, PassCase, deterministic, run_passes
 from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.sparsity import column_tables
@@ -178,7 +178,7 @@ def _bars() -> Iterator[Bar]:
 def _contenders() -> list[Contender[SparseCase]]:
     return [
         Contender(PACKAGE, run_passes(_package)),
-        Contender(DETERMINISTIC, _deterministic),
+        Contender(DETERMINISTIC, run_passes(deterministic(_package))),
         Contender(WITHOUT, run_passes(_without)),
         Contender(ALL_BLOCKS, run_passes(_all_blocks), compared=False),
         Contender(FA4, run_passes(_flash_attn_4)),
@@ -310,12 +310,6 @@ def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: 
         return out
 
     return run
-
-
-def _deterministic(case: SparseCase) -> Run:
-    if case.passes == "forward":
-        raise NoPart  # forward passes add nothing in an order
-    return run_passes(partial(_package, deterministic=True))(case)
 
 
 def _without(case: SparseCase) -> Forward:
