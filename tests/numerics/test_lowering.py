@@ -22,6 +22,7 @@ from tests.lib.checks import (
 )
 from tests.lib.masks import as_if_captured, listed, positions
 from tests.lib.oracle import Call
+from tests.lib.refusals import assert_refused, refusals
 
 
 def documents(batch: int, length: int, rng: random.Random) -> tuple[BlockMask, Tensor]:
@@ -182,19 +183,16 @@ def test_padding_is_zero_without_zero_padding() -> None:
     assert lse[..., 700:].isneginf().all()
 
 
-def test_wrong_calls_raise_as_dense_ones() -> None:
-    mask, q = BlockMask.documents(IDS), torch.randn(1, 800, 2, 16)
-    for k, v, match in (
-        (torch.randn(1, 800, 3, 16), q, r"v: expected .*\(1, 800, 3\), got shape \(1, 800, 2, 16\)"),
-        (
-            torch.randn(1, 700, 2, 16),
-            torch.randn(1, 700, 2, 16),
-            r"block_mask: expected one over \(seqlen_q, seqlen_k\)",
-        ),
-        (torch.randn(1, 800, 2, 8), q, r"k: expected the head dimension of q, 16, got shape \(1, 800, 2, 8\)"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            flash_attn_func(q, k, v, block_mask=mask)
+@refusals("""
+flash_attn_func(x, x[:, :, [0, 1, 1]], x, block_mask=BlockMask.documents(IDS))
+    ValueError: v: expected ... (1, 800, 3), got shape (1, 800, 2, 16)
+flash_attn_func(x, x[:, 100:], x[:, 100:], block_mask=BlockMask.documents(IDS))
+    ValueError: block_mask: expected one over (seqlen_q, seqlen_k)
+flash_attn_func(x, x[..., 8:], x, block_mask=BlockMask.documents(IDS))
+    ValueError: k: expected the head dimension of q, 16, got shape (1, 800, 2, 8)
+""")
+def test_wrong_calls_raise_as_dense_ones(call: str, error: str) -> None:
+    assert_refused(call, error, globals() | {"x": torch.randn(1, 800, 2, 16)})
 
 
 def test_explained() -> None:

@@ -15,7 +15,8 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums, row_entropy
 from tests.lib import oracle
-from tests.lib.checks import Case, needs_kernels, random_call
+from tests.lib.checks import Case, needs_kernels, offsets, random_call
+from tests.lib.refusals import assert_refused, refusals
 
 KINDS: dict[str, Case] = {
     "full": {},
@@ -171,8 +172,8 @@ def test_padding_of_one_side(side: str) -> None:
 def test_compiled() -> None:
     """Programs of torch.compile have column sums by attention from keys to queries, without a break of the graph."""
     torch._dynamo.reset()
-    q, offsets = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
-    packed: Any = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    q, cu = torch.randn(9, 2, 8), offsets([4, 5])
+    packed: Any = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 5, "max_seqlen_k": 5}
     for x, given in ((q[None], {}), (q, packed)):
         attend = flash_attn_varlen_func if given else flash_attn_func
         _, lse = attend(x, x, x, causal=True, return_lse=True, **given)
@@ -182,34 +183,33 @@ def test_compiled() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_what_is_refused() -> None:
-    q = torch.randn(1, 5, 2, 8)
-    _, lse = flash_attn_func(q, q, q, return_lse=True)
-    with pytest.raises(TypeError, match="softcap: not among the arguments of score statistics"):
-        row_entropy(q, q, softcap=2.0)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="softmax_scale: expected a number other than 0, got 0"):
-        column_sums(q, q, lse, softmax_scale=0.0)
-    assert row_entropy(q, q, softmax_scale=-(2**70)).isfinite().all()  # a scale that is no int of 64 bits
-    expected = r"lse: expected \(..., nheads, queries\) of q, \(1, 5, 2, 8\) on cpu, got "
-    with pytest.raises(ValueError, match=expected + r"\(1, 5, 2\) on cpu"):
-        column_sums(q, q, lse.mT)
-    with pytest.raises(ValueError, match=expected + r"\(1, 2, 5\) on meta"):
-        column_sums(q, q, lse.to("meta"))
-    offsets = torch.tensor([0, 5], dtype=torch.int32)
-    for function in (
-        lambda **given: row_entropy(q[0], q[0], **given),
-        lambda **given: column_sums(q[0], q[0], lse[0], **given),
-    ):
-        with pytest.raises(TypeError, match="cu_seqlens_k, max_seqlen_q, max_seqlen_k: expected, as cu_seqlens_q, "):
-            function(cu_seqlens_q=offsets)
-    lengths: Any = {"cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
-    with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets within the 5 rows of q, got a "):
-        column_sums(q[0], q[0], lse[0], cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32), **lengths)
-    for wrong, got in (([1.0], "list"), (lse.int(), "torch.int32")):
-        with pytest.raises(TypeError, match=f"lse: expected a floating-point tensor, got {got}"):
-            column_sums(q, q, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"q: expected shape \(batch, seqlen_q, nheads, d\), got shape \(2, 8\)"):
-        column_sums(q[0, 0], q, lse)
+LENGTHS: Case = {"cu_seqlens_k": offsets([5]), "max_seqlen_q": 5, "max_seqlen_k": 5}
+
+
+@refusals("""
+row_entropy(q, q, softcap=2.0)
+    TypeError: softcap: not among the arguments of score statistics
+column_sums(q, q, lse, softmax_scale=0.0)
+    ValueError: softmax_scale: expected a number other than 0, got 0
+column_sums(q, q, lse.mT)
+    ValueError: lse: expected (..., nheads, queries) of q, (1, 5, 2, 8) on cpu, got (1, 5, 2) on cpu
+column_sums(q, q, lse.to("meta"))
+    ValueError: lse: expected (..., nheads, queries) of q, (1, 5, 2, 8) on cpu, got (1, 2, 5) on meta
+row_entropy(q[0], q[0], cu_seqlens_q=offsets([5]))
+    TypeError: cu_seqlens_k, max_seqlen_q, max_seqlen_k: expected, as cu_seqlens_q,
+column_sums(q[0], q[0], lse[0], cu_seqlens_q=offsets([5]))
+    TypeError: cu_seqlens_k, max_seqlen_q, max_seqlen_k: expected, as cu_seqlens_q,
+column_sums(q[0], q[0], lse[0], cu_seqlens_q=offsets([6]), **LENGTHS)
+    ValueError: cu_seqlens_q: expected offsets within the 5 rows of q, got a
+column_sums(q, q, [1.0])
+    TypeError: lse: expected a floating-point tensor, got list
+column_sums(q, q, lse.int())
+    TypeError: lse: expected a floating-point tensor, got torch.int32
+column_sums(q[0, 0], q, lse)
+    ValueError: q: expected shape (batch, seqlen_q, nheads, d), got shape (2, 8)
+""")
+def test_what_is_refused(call: str, error: str) -> None:
+    assert_refused(call, error, globals() | {"q": torch.randn(1, 5, 2, 8), "lse": torch.randn(1, 2, 5)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -234,6 +234,7 @@ def test_scores_of_any_size() -> None:
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
         true = scores.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf).softmax(-1).sum(-2)
         torch.testing.assert_close(column_sums(q, k, lse, causal=True).double(), true, rtol=0, atol=1e-2)
+    assert row_entropy(q, k, softmax_scale=-(2**70)).isfinite().all()  # a scale that is no int of 64 bits
 
 
 @pytest.mark.parametrize("scale", [2.0**-15, -(2.0**14), 1e-6, 1e5], ids=str)
