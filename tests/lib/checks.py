@@ -484,10 +484,12 @@ def assert_alike(
 ) -> None:
     """Two functions give equal results of arguments, and equal gradients of leaves, or close ones."""
     one, other = (function(*arguments) for function in functions)
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-    dout, given = torch.randn_like(one), {"rtol": 0.0, "atol": 0.0} if exact else {}
-    grads = (torch.autograd.grad(out, leaves, dout) for out in (one, other))
-    torch.testing.assert_close(*grads, **given)  # type: ignore[arg-type]
+    given = {"rtol": 0.0, "atol": 0.0} if exact else {}
+    torch.testing.assert_close(one, other, **given)  # type: ignore[arg-type]
+    if leaves:
+        dout = torch.randn_like(one)
+        grads = (torch.autograd.grad(out, leaves, dout) for out in (one, other))
+        torch.testing.assert_close(*grads, **given)  # type: ignore[arg-type]
 
 
 def captured(function: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
@@ -503,6 +505,22 @@ def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def assert_compiles(
+    function: Callable[..., Tensor],
+    calls: Iterable[Sequence[Any]],
+    most: int,
+    backend: str = "aot_eager",
+    *,
+    exact: bool = True,
+) -> None:
+    """A function is compiled at most so many times for all calls, and alike in each, gradients of leaves included."""
+    step, counter = compiled(function, backend)
+    for arguments in calls:
+        leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
+        assert_alike((step, function), arguments, leaves, exact=exact)
+    assert counter.frame_count <= most
 
 
 def refilled(call: Call, values: tuple[float, ...]) -> Call:
