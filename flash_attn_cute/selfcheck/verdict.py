@@ -68,8 +68,9 @@ def _driver() -> str:
 
 @functools.cache
 def _host_code() -> str:
-    """A hash of the code that plans and launches kernels, and that checks them."""
-    return key.hash_of(path for room in ("backends", "selfcheck") for path in key.files_below(room))
+    """A hash of the code that plans and launches kernels, makes tables for them, and checks them."""
+    rooms = ("backends", "problem", "selfcheck", "sparsity")
+    return key.hash_of(path for room in rooms for path in key.files_below(room))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The self-check's verdict and what the dispatcher makes of it, on a machine that pretends to have a Blackwell GPU."""
 
+import inspect
 import json
 import threading
 import time
@@ -26,6 +27,8 @@ from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.selfcheck import gate, steps, verdict
 from flash_attn_cute.selfcheck.runner import Findings
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
+from flash_attn_cute.sparsity.block_mask import BlockMask
+from flash_attn_cute.sparsity.dq_order import launch_orders
 
 # Of calls that a refused family leaves to the portable backend; tests of the warning itself record all.
 pytestmark = pytest.mark.filterwarnings(
@@ -397,6 +400,15 @@ def test_a_verdict_holds_for_sources_and_compilers(machine: Machine) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("CUTE_DSL_OPT", "1")
         assert name != key.name(GPU.identity())
+
+
+def test_a_verdict_holds_for_the_code_that_makes_calls() -> None:
+    """Kernels of a mask whose tables were wrong are checked again when the tables are mended."""
+    files: list[Path] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(key, "hash_of", files.extend)
+        verdict._host_code.__wrapped__()
+    assert {Path(inspect.getfile(x)) for x in (CuteBackend, AttentionSpec, BlockMask, launch_orders, steps)} <= {*files}
 
 
 @pytest.mark.parametrize("clock", ["goes on", "was ahead"])
