@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.lengths import read_sequences
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
@@ -28,18 +29,10 @@ def column_sums(spec: AttentionSpec, inputs: AttentionInputs) -> int:
     return 2 * _pairs(spec, inputs) * spec.head_dim
 
 
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
-    """How many (query, key) pairs of a sequence a window aligned to the bottom right shows; None: no bound."""
-    shift = seqlen_k - seqlen_q
-    until = seqlen_q * seqlen_k if right is None else _clamped_sum(seqlen_q, shift + right + 1, seqlen_k)
-    before = 0 if left is None else _clamped_sum(seqlen_q, shift - left, seqlen_k)
-    return until - before
-
-
 def _pairs(spec: AttentionSpec, inputs: AttentionInputs) -> int:
     pairs = 0
     for q, k in zip(*_lengths(inputs), strict=True):
-        visible = visible_pairs(q, k, spec.window_left, spec.window_right)
+        visible = Band.of((spec.window_left, spec.window_right), q, k).area(0, q, k)
         if inputs.selected is not None:
             visible = min(visible, q * inputs.selected.shape[-1] * spec.selection_block)
         pairs += visible
@@ -63,15 +56,3 @@ def _lengths(inputs: AttentionInputs) -> tuple[list[int], list[int]]:
     longest = [[bound] * (total // bound) + [total % bound] if bound else [] for total, bound in sides]
     pairs = list(zip_longest(*longest, fillvalue=0))[: offsets[0].shape[0] - 1]
     return [q for q, _ in pairs], [k for _, k in pairs]
-
-
-def _clamped_sum(count: int, start: int, top: int) -> int:
-    """The sum of ``min(max(start + i, 0), top)`` over i in 0 .. count - 1."""
-    return _positive_sum(count, start) - _positive_sum(count, start - top)
-
-
-def _positive_sum(count: int, start: int) -> int:
-    """The sum of ``max(start + i, 0)`` over i in 0 .. count - 1."""
-    last = start + count - 1
-    first = max(start, 0)
-    return (first + last) * (last - first + 1) // 2 if last >= first else 0

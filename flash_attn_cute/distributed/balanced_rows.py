@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Window
 
 # The document (-1: padding), the first row and the row behind the last one, both counted over all packed rows.
@@ -25,26 +26,6 @@ _TOLERANCE = 0.005
 _NONLINEARITY = 0.01
 # Excess of the largest area over the mean that is accepted to save communication.
 _ACCEPTED_IMBALANCE = 0.015
-
-
-class Band(NamedTuple):
-    """Visible keys of a document: query i attends to keys i + lower <= j <= i + upper (None: unbounded)."""
-
-    lower: int | None
-    upper: int | None
-
-    @classmethod
-    def of(cls, window: Window, seqlen_q: int, seqlen_k: int) -> "Band":
-        """The bottom-right aligned window of a document, ``causal`` folded in."""
-        (left, right), offset = window, seqlen_k - seqlen_q
-        return cls(None if left is None else offset - left, None if right is None else offset + right)
-
-    def area(self, start: int, stop: int, seqlen_k: int) -> int:
-        """The number of visible pairs of queries start .. stop."""
-        hidden = 0 if self.lower is None else _sum_clamped(start + self.lower, stop + self.lower, seqlen_k)
-        if self.upper is None:
-            return (stop - start) * seqlen_k - hidden
-        return _sum_clamped(start + self.upper + 1, stop + self.upper + 1, seqlen_k) - hidden
 
 
 class Document(NamedTuple):
@@ -79,19 +60,6 @@ def balanced_rows(
         if _imbalance(uncut, documents, bands) <= _ACCEPTED_IMBALANCE:
             return uncut
     return assigned(by_slope=True)
-
-
-def _sum_clamped(start: int, stop: int, most: int) -> int:
-    """The sum of the ints start .. stop, each clamped to 0 .. most."""
-    return _sum_below(stop, most) - _sum_below(start, most)
-
-
-def _sum_below(stop: int, most: int) -> int:
-    """The sum of the ints 0 .. stop, each at most ``most``."""
-    if stop <= 0:
-        return 0
-    ramp = min(stop, most + 1)
-    return ramp * (ramp - 1) // 2 + (stop - ramp) * most
 
 
 @dataclass(frozen=True, slots=True)

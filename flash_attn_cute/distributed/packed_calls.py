@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.distributed.balanced_rows import Band
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Window
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Part, Run
 from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Window
 
 # Positions (start, stop) of each document, in order and apart.
@@ -59,14 +59,8 @@ class Layout:
         """The keys that the queries of a rank attend to."""
         needed: Ranges = {}
         for document, runs in self.queries_of(rank).items():
-            (lower, upper), length = self.bands[document], self.lengths_k[document]
-            seen = [
-                (
-                    0 if lower is None else max(0, run.start + lower),
-                    length if upper is None else min(length, run.stop + upper),
-                )
-                for run in runs
-            ]
+            band, length = self.bands[document], self.lengths_k[document]
+            seen = (band.keys(run.start, run.stop, length) for run in runs)
             ranges = union((start, stop) for start, stop in seen if start < stop)
             if ranges:
                 needed[document] = ranges

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Run
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
+from flash_attn_cute.problem.band import Band
 
 # Runs of a document, and the rank that has each.
 _Runs = list[tuple[int, Run]]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls import validate
-from flash_attn_cute.distributed.balanced_rows import Band, Document, balanced_rows
+from flash_attn_cute.distributed.balanced_rows import Document, balanced_rows
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Window, as_int, check_int
 from flash_attn_cute.runtime import kept
 

@@ -20,7 +20,6 @@ from benchmarks.work import Work
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.distributed import Sharding, cost_model, method_plan
 from flash_attn_cute.distributed.all_gather import AllGather
-from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
 from flash_attn_cute.distributed.call_passes import (
     Context,
@@ -36,6 +35,7 @@ from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
 from flash_attn_cute.distributed.rank_layout import Layout
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Options
 from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call

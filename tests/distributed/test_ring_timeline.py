@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flash_attn_cute.distributed import Sharding
-from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Part, parts_of
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
 from flash_attn_cute.distributed.ring_timeline import Steps, finished
+from flash_attn_cute.problem.band import Band
 
 
 def area(part: Part) -> int:

@@ -12,7 +12,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.calls import flops
+from flash_attn_cute.problem.band import Band
 from tests.lib.checks import random_call, run
 
 D, D_V, HEADS = 8, 16, 4
@@ -40,7 +40,7 @@ def pairs_of(lengths: list[tuple[int, int]], window: tuple[int | None, int | Non
 @pytest.mark.parametrize("right", [None, 0, 3, 30])
 def test_visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> None:
     expected = pairs_of([(seqlen_q, seqlen_k)], (left, right))
-    assert flops.visible_pairs(seqlen_q, seqlen_k, left, right) == expected
+    assert Band.of((left, right), seqlen_q, seqlen_k).area(0, seqlen_q, seqlen_k) == expected
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.backends.portable import blockwise, fused
-from flash_attn_cute.backends.portable.tile import Band
+from flash_attn_cute.problem.band import Band
 from tests.lib.checks import random_call, run
-from tests.lib.specs import spec_of
 
 
 @pytest.mark.parametrize("seqlen_q", range(1, 6))
@@ -17,7 +16,7 @@ def test_band_by_counting(seqlen_q: int, seqlen_k: int) -> None:
     """A side is unbounded exactly when it hides nothing, and a block's range of keys is the smallest that serves."""
     sides = [None, *range(7)]
     for left, right in itertools.product(sides, sides):
-        band = Band.of(spec_of(window_left=left, window_right=right), seqlen_q, seqlen_k)
+        band = Band.of((left, right), seqlen_q, seqlen_k).without_idle_sides(seqlen_q, seqlen_k)
         seen: dict[int, set[int]] = {}
         hidden_left = hidden_right = False
         for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):

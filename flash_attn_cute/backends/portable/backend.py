@@ -9,7 +9,8 @@ from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.packing import without_padding, without_padding_of_queries
 from flash_attn_cute.backends.portable import blockwise, fused, selected
 from flash_attn_cute.backends.portable.listed import Lists
-from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores, view_selected
+from flash_attn_cute.backends.portable.tile import Tile, view_lse, view_rows, view_scores, view_selected
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.lengths import Rows, Run, merge_runs, padding, read_sequences
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -170,7 +171,8 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 def _window(spec: AttentionSpec, run: Run) -> tuple[int, Band]:
     """How many of a run's first queries see no key at all, and the window of the others."""
-    band = Band.of(spec, run.q.length, run.k.length)
+    lengths = run.q.length, run.k.length
+    band = Band.of((spec.window_left, spec.window_right), *lengths).without_idle_sides(*lengths)
     if not run.k.length:
         return run.q.length, band
     num_fully_masked = 0 if band.upper is None else min(run.q.length, max(0, -band.upper))

@@ -5,38 +5,13 @@ reading them copies nothing and writing them fills the results in place.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from flash_attn_cute.backends.portable.listed import Lists
+from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.lengths import Rows, Run
 from flash_attn_cute.problem.spec import AttentionSpec
-
-
-class Band(NamedTuple):
-    """The keys a window shows: query i sees key j when i + lower <= j <= i + upper (None: unbounded)."""
-
-    lower: int | None
-    upper: int | None
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> "Band":
-        """The bottom-right aligned window of spec; a side that hides nothing at these lengths is None."""
-        offset = seqlen_k - seqlen_q
-        lower = None if spec.window_left is None else offset - spec.window_left
-        upper = None if spec.window_right is None else offset + spec.window_right
-        if lower is not None and lower + seqlen_q - 1 <= 0:
-            lower = None
-        if upper is not None and upper >= seqlen_k - 1:
-            upper = None
-        return cls(lower, upper)
-
-    def keys(self, start: int, stop: int, seqlen_k: int) -> tuple[int, int]:
-        """The half-open range of keys that queries start .. stop see between them; empty if none."""
-        first = 0 if self.lower is None else min(max(0, start + self.lower), seqlen_k)
-        last = seqlen_k if self.upper is None else max(0, min(seqlen_k, stop + self.upper))
-        return first, max(first, last)
 
 
 @dataclass(frozen=True, slots=True)
