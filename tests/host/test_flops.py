@@ -90,6 +90,7 @@ def test_the_first_counter_knows() -> None:
     code = """
 import os, sys
 import torch, flash_attn_cute
+torch.set_num_threads(1)  # for the children: threads of OpenMP do not survive a fork
 q = torch.randn(1, 4, 2, 8, requires_grad=True)
 out = flash_attn_cute.flash_attn_func(q, q, q)
 passes = {"forward": lambda: flash_attn_cute.flash_attn_func(q, q, q), "backward": lambda: out.sum().backward()}
