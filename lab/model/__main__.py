@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lab.model import timeline
 from lab.model.blackwell import ForwardDesign
-from lab.model.designs import CHANGES, DESIGNS, OPEN, PUBLISHED, Case, Change, on
+from lab.model.designs import DESIGNS, OPEN, PUBLISHED, Case, Change, on
 from lab.model.launch import Prediction, Shape, steady_state
 from lab.model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from lab.model.record import Row, hopper_pass, rows
@@ -64,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     designs = add("designs", "our kernels for Blackwell", _designs)
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
     designs.add_argument("--forward", action="store_true", help="those alone")
-    add("changes", "what one change did to them", _changes)
-    add("open", "what one would that has not been made, the largest first", _open)
+    add("open", "what changes that have not been made would gain, the largest first", _open)
     shows = add("timeline", "a stretch of a kernel's steady state", _timeline)
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
@@ -182,16 +181,6 @@ def _rates(change: Change, machine: Machine) -> list[tuple[float, float]]:
 
 def _gains(rates: Iterable[tuple[float, float]]) -> str:
     return " / ".join(f"{after / before - 1:+.1%}" for before, after in rates)
-
-
-def _changes(_: argparse.Namespace) -> Iterator[str]:
-    yield _head("change", "full / causal, or a window", "by power", "clocks a step", "by power")
-    for name, change in CHANGES.items():
-        gains, steps = [], []
-        for machine in (B200, B200_BY_POWER):
-            gains.append(_gains(_rates(change, machine)))
-            steps.append(" to ".join(f"{case.predict(machine).step:.0f}" for case in change.cases(causal=False)))
-        yield _row(name, *gains, *steps)
 
 
 def _open(_: argparse.Namespace) -> Iterator[str]:

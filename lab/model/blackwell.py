@@ -17,7 +17,7 @@ from lab.model.simulation import Barrier, Needs
 from lab.model.sm import Sm, TileWork
 
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
-_BIAS = 1.5  # instructions that unpack an element of 16 bits and add it; another one with shifts, and not by pairs
+_BIAS = 1.5  # instructions that unpack an element of 16 bits and add it, by pairs
 MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
 BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
 _COLUMNS = 32  # of P, which are stored together
@@ -39,10 +39,9 @@ class ForwardDesign:
     tiles: int = 2  # of 128 queries
     warpgroups: int = 2  # of softmax: one a tile, or two that take one tile's blocks in turn, or one alone
     pair: bool = False  # two CTAs compute products together, and each holds half of the keys
-    bias: int = 0  # bytes of an element of a bias, of which threads read a row each; 0: there is none
-    # A block of it is read before the block's scores are waited for, and added to 64 of them at once; else behind them,
-    # 32 at a time.
-    bias_ahead: bool = True
+    # Bytes of an element of a bias; 0: there is none. Threads read their rows of a block before the block's scores are
+    # waited for, and add them to 64 at once.
+    bias: int = 0
 
 
 class Forward:
@@ -156,7 +155,7 @@ class Forward:
                     continue
                 numbers[g] += 1
                 number = numbers[g]
-                if c.bias and c.bias_ahead:
+                if c.bias:
                     self._read_bias(warpgroup, c.keys)
                 yield self.s_full[g].phase(number)
                 if c.bias:
@@ -193,12 +192,10 @@ class Forward:
     def _add_bias(self, warpgroup: int) -> Needs:
         """Adds it to scores in tensor memory, piece by piece."""
         c, me = self.design, f"softmax {warpgroup}"
-        columns, each = (2 * _COLUMNS, _BIAS) if c.bias_ahead else (_COLUMNS, _BIAS + 1.0)
+        columns = 2 * _COLUMNS
         for _ in range(c.keys // columns):
-            if not c.bias_ahead:
-                self._read_bias(warpgroup, columns)
             yield self.bias[warpgroup].phase(self.bias_read[warpgroup])
-            yield from self.sm.compute(me, "add bias", 10 + each * columns, tmem=2 * 4.0 * BLOCK * columns)
+            yield from self.sm.compute(me, "add bias", 10 + _BIAS * columns, tmem=2 * 4.0 * BLOCK * columns)
 
     def correction(self, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: votes whether O is to be scaled, which it hardly ever is."""

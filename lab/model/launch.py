@@ -120,10 +120,9 @@ def cost_of(make: Maker, masked: int = 0) -> Cost:
 
 
 class Schedule(NamedTuple):
-    """How tiles went, in clocks: when the last one was done, and how long SMs worked and waited on the mean."""
+    """How tiles went, in clocks: when the last one was done, and how long SMs waited for turns on the mean."""
 
     end: float
-    worked: float
     waited: float
 
 
@@ -136,7 +135,7 @@ def schedule(tiles: Sequence[Tile], workers: int, cost: Cost, hand_over: float |
     free = [cost.start] * workers
     handed: dict[int, NDArray[np.float64]] = {}
     most = 1 + max(max(tile.blocks[0], tile.blocks[-1]) for tile in tiles)
-    worked = waited = 0.0
+    waited = 0.0
     for tile in tiles:
         start, all_steps = heapq.heappop(free) + cost.tile, cost.step * len(tile.blocks)
         end = start + all_steps
@@ -149,9 +148,8 @@ def schedule(tiles: Sequence[Tile], workers: int, cost: Cost, hand_over: float |
             ready[where] = done + hand_over
             end = float(done[-1])
         heapq.heappush(free, end)
-        worked += cost.tile + all_steps
         waited += end - start - all_steps
-    return Schedule(max(free), worked / workers, waited / workers)
+    return Schedule(max(free), waited / workers)
 
 
 class Prediction(NamedTuple):
@@ -163,7 +161,6 @@ class Prediction(NamedTuple):
     step: float  # clocks of a block in the steady state
     busy: dict[str, float]  # share of those clocks in which each unit is busy
     tensor: float  # share of all clocks in which the tensor cores are busy, also with what a mask hides
-    balance: float  # share of the clocks in which SMs work: the rest are tails, and waits for turns
 
     def seconds(self, ghz: float) -> float:
         """Seconds at a clock rate."""
@@ -234,5 +231,4 @@ def predict(
         step=cost.step * crowd,
         busy=busy,
         tensor=busy["tensor cores"] * cost.step * steps / (went.end * crowd),
-        balance=went.worked / went.end,
     )

@@ -28,7 +28,7 @@ from tests.lib.tiers import tiered
 
 COMMANDS = command_line.commands_of_page()
 QUICK = ("record --by-kind", "published")
-RARE = ("sensitivity", "changes")  # other constants, and what designs were
+RARE = ("sensitivity",)  # other constants
 
 SHAPES = {
     "forward": Shape(4, 8192, 16, 128, 128),
@@ -276,7 +276,6 @@ def test_the_page_shows_every_table() -> None:
         "published",
         "sensitivity",
         "designs",
-        "changes",
         "open",
     }
 
