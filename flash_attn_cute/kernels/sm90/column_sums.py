@@ -1,12 +1,9 @@
 """Column sums on Hopper: the sum of each key's probabilities over the queries that attend to it.
 
-``column_sums_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``python -m flash_attn_cute.kernels describe sm90 column_sums --d 128`` prints it for a configuration.
+``python -m flash_attn_cute.kernels describe sm90 column_sums --d 128`` prints its schedule (``column_sums_schedule``).
 
-A CTA takes tiles of keys of one query head, one after the other, and iterates over blocks of queries. Keys are the rows
-of scores, S = K Q': a thread adds P = exp2(S - lse) of its rows to numbers in its registers, and four lanes exchange
-their sums once a tile. lse of a block comes through shared memory, in base 2. Rows behind the last query have an lse of
-inf there, and so have fully masked ones: their P is 0.
+Keys are the rows of scores: a thread adds P of its rows to numbers in its registers, and four lanes exchange their sums
+once a tile. Rows behind the last query have an lse of inf, and so have fully masked ones: their P is 0.
 
 The bound is exp2, 16 a clock: 1024 clocks for 128 x 128 scores, where products take 1024 at d = 128 and 512 at d = 64.
 So a warpgroup has two halves of 64 keys: products of one are in flight while it sums P of the other. K lies in
@@ -275,7 +272,7 @@ class ColumnSumsSm90(MainKernel):
 
 @dataclass(frozen=True)
 class _Shared:
-    """Shared memory and what guards it: ``column_sums_schedule`` describes all of it."""
+    """Shared memory and what guards it."""
 
     tiles: cute.Tensor
     sLSE: cute.Tensor

@@ -1,15 +1,12 @@
 """Attention forward on Hopper.
 
-``forward_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``python -m flash_attn_cute.kernels describe sm90 forward --d 128`` prints it for a configuration.
+``python -m flash_attn_cute.kernels describe sm90 forward --d 128`` prints its schedule (``forward_schedule``).
 
-A CTA takes tiles of ``tile_m`` queries of one head, one after the other. Warpgroup 0 chooses tiles and loads; a tile
-whose first query is -1 ends the work. Each mma warpgroup computes 64 rows, from their first block of keys to out and
-lse. In the mainloop n counts down: S(n) = Q K(n)' and O += P(n+1) V(n+1) are in flight together, then
-P(n) = softmax(S(n)). A named barrier keeps the order in which warpgroups use the tensor cores, so that the softmax of
-one runs beside the products of the others (as in FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile
-S(n) is the next tile's first, and O is stored while the other warpgroups have the tensor cores. So only the first tile
-of a CTA waits for its loads. Where shared memory has no room for the next tile's Q and for O, a CTA has but one tile.
+Warpgroup 0 chooses tiles and loads; a tile whose first query is -1 ends the work. In the mainloop n counts down. A
+named barrier keeps the order in which warpgroups use the tensor cores, so that the softmax of one runs beside the
+products of the others (as in FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is the next
+tile's first, and O is stored while the other warpgroups have the tensor cores. So only the first tile of a CTA waits
+for its loads. Where shared memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
 Masks of windows and sequence ends are applied only in blocks that an edge can cross: the mainloop is cut into parts
 (``Blocks.parts``). Under a mask a tile iterates over a list of blocks instead (``common.block_lists``), which kernels

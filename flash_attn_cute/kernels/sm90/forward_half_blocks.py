@@ -6,11 +6,10 @@ half blocks that the same warpgroups attend to. A pair is one step: 128 keys sid
 that products are as large, and as fast, as those of whole blocks. Nothing invisible is computed but at the end of a
 list, and what both warpgroups attend to is loaded once.
 
-``forward_half_blocks_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module
-takes its numbers. K and V of all steps go through one ring each. As warpgroups have different steps, each gets messages
-of its own: where its next step is, and where the bits of its scores are; or that the tile ends. So a warpgroup never
-waits at a barrier of a step that it does not have, whose phase it would lose count of. The producer releases a stage in
-the place of the warpgroup that does not have its step.
+K and V of all steps go through one ring each (``forward_half_blocks_schedule``). As warpgroups have different steps,
+each gets messages of its own: where its next step is, and where the bits of its scores are; or that the tile ends. So a
+warpgroup never waits at a barrier of a step that it does not have, whose phase it would lose count of. The producer
+releases a stage in the place of the warpgroup that does not have its step.
 
 No warpgroup waits for a step while it keeps a stage from others: it releases V(n) before. So the oldest step that is
 not released is one whose warpgroups wait for nothing that comes behind it, and all of them make progress.

@@ -54,7 +54,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory and what guards it: ``forward_half_blocks_schedule`` describes all of it."""
+    """Shared memory and what guards it."""
 
     sQ: cute.Tensor
     sK: cute.Tensor

@@ -337,10 +337,7 @@ class Scores:
 
 
 class Transposed(NamedTuple):
-    """This thread's elements of a bias in registers, for some columns, where rows are keys.
-
-    Of some of the columns, as ``rows_and_columns`` has them.
-    """
+    """This thread's elements of a bias in registers, where rows are keys, for some columns of ``rows_and_columns``."""
 
     bias: cute.Tensor  # (row, column)
     columns: range

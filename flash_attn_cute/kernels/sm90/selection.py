@@ -1,7 +1,6 @@
 """Attention forward on Hopper where each query selects key blocks: key-outer, and merged by lse.
 
-``selection_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``python -m flash_attn_cute.kernels describe sm90 selection --d 128`` prints it for a configuration.
+``python -m flash_attn_cute.kernels describe sm90 selection --d 128`` prints its schedule (``selection_schedule``).
 
 A pick is a query and one block that it selects. A CTA has an item: some of the picks of one block, of the heads of one
 group. K and V of the block are loaded once and stay. Picks come in tiles of 64 rows: a pick is as many rows as heads
@@ -15,7 +14,7 @@ items are.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -44,15 +43,9 @@ _BARRIER_EPILOGUE = 1  # a named barrier a warpgroup; 0 is the whole CTA's
 
 @dataclass(frozen=True)
 class _Shared(BlockShared):
-    """Shared memory and what guards it: ``selection_schedule`` describes all of it."""
+    """Shared memory and what guards it."""
 
     sO: cute.Tensor
-
-
-class _Parts(NamedTuple):
-    """Parts of the workspace that the kernel writes to by threads."""
-
-    mLSE: cute.Tensor  # (unit, pick, head of the group), in base 2
 
 
 class SelectionSm90(ItemKernel):
@@ -77,7 +70,7 @@ class SelectionSm90(ItemKernel):
         )
         scales = ScoreScales.of(c.features, n.softmax_scale, n.softcap)
         tables = self.tables(a, stream)
-        kernel = self.kernel(self.mmas(), tma, a, tables, _Parts(parts["mLSE"]), scales)
+        kernel = self.kernel(self.mmas(), tma, a, tables, parts["mLSE"], scales)
         self.launch(kernel, n.num_items * n.num_units, stream)
         self.merge(a, tables, parts, stream)
 
@@ -167,7 +160,7 @@ class SelectionSm90(ItemKernel):
         shared.v_ring.wait_full(Int32(0))  # from warp 0
         gemm(work.mmas.O, acc_O, as_operand_a(work.rP), work.tOrV, is_first=True)
         warpgroup.wait_group(0)
-        lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.parts.mLSE, work.unit_idx
+        lse, mLSE, unit_idx = cute.make_rmem_tensor(2, Float32), work.parts, work.unit_idx
         work.softmax.finish(acc_O, lse, None)
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0 and rows[r] // c.group < num_picks:

@@ -41,7 +41,7 @@ class ItemWork:
     thread: Int32  # of the warpgroup
     mmas: Any
     tma: Any
-    parts: Any  # of the workspace
+    parts: Any  # of the workspace; forward lse of picks alone, in base 2, (unit, pick, head of the group)
     scales: ScoreScales
     shared: Any
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)

@@ -9,12 +9,10 @@ SMs, a tile's pieces are split between CTAs, which leave float32 sums; a small k
 What limits it is how fast operands come from the L2 cache: 128 KB a piece at d = 128, twice what the tensor cores have
 time for. The bias is the same for all pieces of a tile, and copied once.
 
-``bias_gradient_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``python -m flash_attn_cute.kernels describe sm90 bias_gradient --d 128 --features bias`` prints it.
+``python -m flash_attn_cute.kernels describe sm90 bias_gradient --d 128 --features bias`` prints its schedule.
 
-A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible scores
-are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. With one stage of operands, Q
-and K are loaded while dO and V are multiplied.
+Pieces without visible scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves.
+With one stage of operands, Q and K are loaded while dO and V are multiplied.
 """
 
 from typing import Any

@@ -1,30 +1,24 @@
 """Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
 
-``cluster_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``python -m flash_attn_cute.kernels describe sm90 backward --d 256`` prints it for a configuration.
+``python -m flash_attn_cute.kernels describe sm90 backward --d 256`` prints its schedule (``cluster_schedule``).
 
-A tile (``common.key_tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs go
-over the same blocks of 64 queries in lockstep, from the first that attends to the tile to the last. Rank 0 takes the
-tile's index from a counter, so tiles start in the order of their numbers.
+A tile (``common.key_tiles``) is one cluster's only work. Both CTAs go over the same blocks of 64 queries in lockstep,
+from the first that attends to the tile to the last. Rank 0 takes the tile's index from a counter, so tiles start in the
+order of their numbers.
 
-Rank 0 loads Q for both CTAs by multicast, and rank 1 dO; each its own keys, lse and delta. For dQ a CTA also holds the
-other CTA's K, in its own half of the columns.
+Q and dO come to both CTAs by multicast; keys, lse and delta each CTA loads itself. For dQ a CTA also holds the other
+CTA's K, in its own half of the columns.
 
-A step of the mma warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
-    scores      S' = K Q'       P to registers, and to the gradients     dV += P' dO
-    gradients   dP' = V dO'     dS to registers                          dK += dS' Q     under it dS to both CTAs
-    sums        dQ = dS K       dQ to the workspace
-The tensor cores are one warpgroup's while the others compute, wait or add. Gradients are half a step behind scores, and
-sums behind both. dQ is added in the order of semaphores if deterministic. For dK and dV of grouped heads warpgroups
-wait and signal themselves, once a tile.
+Products are transposed (rows are keys, columns queries), and each mma warpgroup has one in flight. Gradients are half a
+step behind scores, and sums behind both. dQ is added in the order of semaphores if deterministic. For dK and dV of
+grouped heads warpgroups wait and signal themselves, once a tile.
 
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
-The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
+P travels as registers (thread to thread), dS as a tile that the tensor cores read.
 
 Under a mask the mainloop goes over a list of blocks of queries. Every role reads it by itself (``BlockIterator``).
 
-Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
-and how they are ordered, is ``workspace``'s business.
+Windows are those of the forward kernel with queries and keys exchanged. ``workspace`` says how sums lie in memory.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Attention backward on Hopper, up to d = 128: a tile of keys is the work of a CTA.
 
-``cta_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its numbers.
-``python -m flash_attn_cute.kernels describe sm90 backward --d 128`` prints it for a configuration.
+``python -m flash_attn_cute.kernels describe sm90 backward --d 128`` prints its schedule (``cta_schedule``).
 
 A CTA takes one tile of keys after the other (``common.key_tiles``). Its mainloop goes over the queries that attend to
 the tile, from the first to the last or, under a right bound, for some heads from the last to the first. A block is a
@@ -33,8 +32,7 @@ the same bias, a thread sums dS over the queries, in float32, for its two keys.
 Under a mask the mainloop goes over a list of blocks of queries, of all the tile's heads (``common.key_lists``). With Q
 of a block, the producer publishes its index and the place of the bits that mask its scores (``common.block_lists``).
 
-Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
-and how they are ordered, is ``workspace``'s business.
+Masks are those of the forward kernel with queries and keys exchanged. ``workspace`` says how sums lie in memory.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,10 @@
 """dQ on Hopper from dS in global memory: dQ = dS K, by blocks of 64 queries, behind ``stored_ds``.
 
-``gradient_q_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. A tile is a block of 64 queries of a head. Its cells (``common.ds_cells``) follow each other, and have dS of
-each block of keys that it attends to as it lay in shared memory. A step copies a cell and loads the K that belongs to
-it, and multiplies the two. The order of a tile's cells is that of its sum, so that the sum has the same bits in every
-run. What limits the kernel is how fast dS and K come, 24 KB a step at d = 128: hence four steps in flight, and two CTAs
-or more an SM.
+A tile is a block of 64 queries of a head. Its cells (``common.ds_cells``) follow each other, and have dS of each block
+of keys that it attends to as it lay in shared memory. A step copies a cell and loads the K that belongs to it, and
+multiplies the two (``gradient_q_schedule``). The order of a tile's cells is that of its sum, so that the sum has the
+same bits in every run. What limits the kernel is how fast dS and K come, 24 KB a step at d = 128: hence four steps in
+flight, and two CTAs or more an SM.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,13 @@
 """Attention backward on Hopper for block masks of blocks of 64, up to d = 128: 64 keys are the work of a CTA.
 
-``half_blocks_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. ``cta`` has 128 keys a CTA, half of which many of a step's 64 queries do not see under such a mask: in a random
-one of 25 % a step computes 1.75 times what is visible. Here a CTA has one mma warpgroup and its 64 keys, and an SM has
-two such CTAs, which know nothing of each other: the products of one run while the other computes P or dS, waits, or
-ends a tile. Lists have blocks of 64 queries that see some of the 64 keys (half columns of ``BlockTables``).
+``cta`` has 128 keys a CTA, half of which many of a step's 64 queries do not see under such a mask: in a random one of
+25 % a step computes 1.75 times what is visible. Here a CTA has one mma warpgroup and its 64 keys, and an SM has two
+such CTAs (``half_blocks_schedule``). They know nothing of each other: the products of one run while the other computes
+P or dS, waits, or ends a tile. Lists have blocks of 64 queries that see some of the 64 keys (half columns of
+``BlockTables``).
 
-Products are those of ``cta``, but dQ is computed in the step itself, for no other warpgroup has a part in it.
-    S' = K Q'
-    dP' = V dO'        in flight while P' is computed
-    dV += P' dO        in flight while dS' is computed
-    dK += dS' Q        in flight while dS' is written to shared memory
-    dQ = dS K          while dO and Q of the next steps are loaded
+Products are those of ``cta``. But dK += dS' Q is in flight while dS' is written to shared memory, and then dQ = dS K is
+computed in the step itself, for no other warpgroup has a part in it.
 
 Half of an SM's shared memory has room for one K, V and dS. A block of dQ leaves through it in two pieces. All of it is
 in registers where S and dP have been, so dK is complete before dQ is begun: else products would wait for each other.

@@ -1,7 +1,7 @@
 """Attention backward on Hopper where each query selects key blocks: key-outer, as ``sm90.selection`` is.
 
-``sm90.selection_schedule`` has the table of roles, pipelines, shared memory and steps, from which this module takes
-its numbers. ``python -m flash_attn_cute.kernels describe sm90 selection_backward --d 128`` prints it.
+``python -m flash_attn_cute.kernels describe sm90 selection_backward --d 128`` prints its schedule
+(``sm90.selection_schedule``).
 
 A CTA has an item: some of the picks (a query and a block that it selects) of one block of 64 keys, of the heads of one
 group. K and V stay. Each mma warpgroup takes tiles of 64 rows in turn, a pick being as many rows as heads select

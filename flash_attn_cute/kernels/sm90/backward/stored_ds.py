@@ -1,14 +1,9 @@
 """Attention backward on Hopper for block masks of blocks of 64, with dS in global memory: the kernel of dK and dV.
 
-``half_blocks_schedule`` has the table of roles, pipelines, shared memory and steps, from which this module takes its
-numbers. A CTA has 64 keys and one mma warpgroup, and an SM two CTAs, as in ``half_blocks``. That kernel adds each block
-of dQ to a sum in global memory, 32 KB at d = 128, and these additions are what limits it
-(``benchmarks/notes/block-masks.md``). Here dS leaves instead, rounded as dK's product takes it, 8 KB at any d, each
-block to a cell of its own (``common.ds_cells``). ``gradient_q`` multiplies it by K.
-    S' = K Q'
-    dP' = V dO'        in flight while P' is computed
-    dV += P' dO        in flight while dS' is computed
-    dK += dS' Q        in flight while dS' is written to shared memory, from where a bulk copy takes it
+A CTA has 64 keys and one mma warpgroup, and an SM two CTAs, as in ``half_blocks`` (``half_blocks_schedule``). That
+kernel adds each block of dQ to a sum in global memory, 32 KB at d = 128, and these additions are what limits it
+(``benchmarks/notes/block-masks.md``). Here a bulk copy takes dS instead, rounded as dK's product takes it, 8 KB at any
+d, each block to a cell of its own (``common.ds_cells``). ``gradient_q`` multiplies it by K.
 
 What leaves shared memory, dS of a step, and dV and dK of a tile by 64 columns, has one size, and one ring.
 """
