@@ -78,7 +78,7 @@ def test_a_bias_by_tma() -> None:
     words = "bias tiled_bias paired_bias"
     for d in HEAD_DIMS:
         tiled, grouped = (sm90_forward(d, words, group=group) for group in (1, 4))
-        assert (tiled.tiles_bias, tiled.bias_pitch) == (True, 0)
+        assert (tiled.features.tiled_bias, tiled.bias_pitch) == (True, 0)
         assert not grouped.features.tiled_bias
         assert grouped.bias_pitch > 0
         assert forward_schedule(tiled).num_bytes <= 227 * 1024

@@ -99,7 +99,7 @@ class ForwardSm90(ForwardKernel):
     def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
         """See ``ForwardKernel``; of a bias, too, where its rows allow that."""
         tiles = super().tma(a, mO)
-        if self.config.tiles_bias:
+        if self.config.features.tiled_bias:
             tiles = tiles._replace(bias=self.memory.row_tiles(self.loads(), "sBiasTile", scores_first(a.mBias), False))
         return tiles
 
@@ -130,7 +130,8 @@ class ForwardSm90(ForwardKernel):
                     transfers.bias_producer()
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
-            self.mma(self._work(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales))
+            given = {"arguments": arguments, "tables": tables, "tO": tma.O, "mO": mO, "mLSE": mLSE}
+            self.mma(self._work(mmas, shared, scales, **given))
 
     @cute.jit
     def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:
@@ -144,7 +145,7 @@ class ForwardSm90(ForwardKernel):
         pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-        tiled = memory.tensors(storage, "sBiasTile") if self.config.tiles_bias else {"sBiasTile": None}
+        tiled = memory.tensors(storage, "sBiasTile") if self.config.features.tiled_bias else {"sBiasTile": None}
         return Shared(
             **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
             **tiled,
@@ -220,18 +221,8 @@ class ForwardSm90(ForwardKernel):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
-    def _work(
-        self,
-        a: ForwardArguments,
-        tables: Tables | None,
-        mmas: ForwardMmas,
-        tO: RowTiles | None,
-        shared: Any,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        scales: ScoreScales,
-    ) -> "_Work":
-        """Operands and accumulators of this mma warpgroup."""
+    def _work(self, mmas: ForwardMmas, shared: Any, scales: ScoreScales, **given: Any) -> "_Work":
+        """Operands and accumulators of this mma warpgroup, beside fields that are given."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
@@ -247,8 +238,7 @@ class ForwardSm90(ForwardKernel):
         else:
             tSrQ = mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
         return _Work(
-            arguments=a,
-            tables=tables,
+            **given,
             warpgroup=w,
             thread=thread,
             mmas=mmas,
@@ -258,16 +248,13 @@ class ForwardSm90(ForwardKernel):
             acc_S=acc_S,
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
-            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.tiles_bias else None,
+            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.features.tiled_bias else None,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
             softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
             max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
             reference=cute.make_rmem_tensor(1, Float32) if c.adds_to_bias else None,
             scales=scales,
             shared=shared,
-            tO=tO,
-            mO=mO,
-            mLSE=mLSE,
         )
 
     @cute.jit
@@ -365,7 +352,7 @@ class ForwardSm90(ForwardKernel):
     @cute.jit
     def _read_bias_tile(self, work: "_Work", step: Int32) -> None:
         """Reads a step's bias into registers, if TMA has loaded it, and releases its stage."""
-        if const_expr(self.config.tiles_bias):
+        if const_expr(self.config.features.tiled_bias):
             ring = work.shared.bias.ring.part(work.warpgroup, self.warpgroups)
             ring.wait_full(step)  # from warp 0
             stage = work.warpgroup * ring.stages + ring.stage(step)
@@ -431,8 +418,8 @@ class ForwardSm90(ForwardKernel):
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         place, reference = None, work.reference[0] if const_expr(c.adds_to_bias) else None
-        adds_bias = c.features.bias and not (c.adds_to_bias or c.tiles_bias)
-        if const_expr(c.tiles_bias):
+        adds_bias = c.features.bias and not (c.adds_to_bias or c.features.tiled_bias)
+        if const_expr(c.features.tiled_bias):
             add_bias_tile(work.acc_S, work.scales, work.rBias)
         if const_expr(edges.left or edges.right or adds_bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])

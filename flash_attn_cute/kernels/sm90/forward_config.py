@@ -52,14 +52,9 @@ class ForwardConfig(Sm90Config):
     @property
     def bias_pitch(self) -> int:
         """Bytes of a row of a tile of the bias in shared memory; 0 without."""
-        if self.tiles_bias:
+        if self.features.tiled_bias:
             return 0
         return pitch_of(self.tile_n, 4) if self.has_bias_row else bias_pitch(self.features, self.tile_n)
-
-    @property
-    def tiles_bias(self) -> bool:
-        """Whether TMA loads the bias of a block."""
-        return self.features.tiled_bias
 
     @property
     def bias_rows(self) -> int:
@@ -73,13 +68,13 @@ class ForwardConfig(Sm90Config):
         A warpgroup's rows of a tile that TMA loads have stages of their own. So one is nearly as good as two, and
         persistent CTAs have the room.
         """
-        tile_stages = 2 if self.tiles_bias and self._bytes(2, 1) <= SHARED_MEMORY else 1
+        tile_stages = 2 if self.features.tiled_bias and self._bytes(2, 1) <= SHARED_MEMORY else 1
         return 2 if self._bytes(tile_stages, 2) <= SHARED_MEMORY else 1
 
     @property
     def reads_bias_late(self) -> bool:
         """Whether a tile of the bias is read when scores are there: registers do not suffice for it beside P."""
-        return self.tiles_bias and self.tile_n + self.tile_dv // 2 > self.registers[1] - 40
+        return self.features.tiled_bias and self.tile_n + self.tile_dv // 2 > self.registers[1] - 40
 
     def _bytes(self, tile_stages: int, bias_stages: int) -> int:
         """Bytes of shared memory for tiles. O takes the place of Q if there is only one stage of Q.
@@ -89,8 +84,8 @@ class ForwardConfig(Sm90Config):
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        bias = 0 if self.has_bias_row else self.bias_rows * (2 * self.tile_n if self.tiles_bias else self.bias_pitch)
-        return 2 * rows + bias_stages * bias
+        bias_row = 2 * self.tile_n if self.features.tiled_bias else self.bias_pitch
+        return 2 * rows + bias_stages * (0 if self.has_bias_row else self.bias_rows * bias_row)
 
     @property
     def keys_a_load(self) -> int:

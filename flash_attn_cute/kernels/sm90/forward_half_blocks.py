@@ -120,13 +120,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
     ) -> Int32:
         """All steps of a tile but the first's scores. Returns the number of the message behind the tile's end.
 
-        Args:
-            work: of this warpgroup.
-            number: of the next message.
-            stage: of the first step.
-            phase: of its stage's barriers.
-            first: code of its first half block.
-            second: code of its second half block.
+        ``number`` is the next message's, and the other arguments are what the first step's has (``_receive``).
         """
         shared, ring = work.shared, work.shared.message_ring(work.warpgroup)
         k, v = shared.k_stages, shared.v_stages

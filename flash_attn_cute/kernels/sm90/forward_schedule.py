@@ -21,7 +21,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     assert c.tile_dv <= c.tile_d  # O fits the place of Q
 
     loading, computing = c.registers
-    by_block = "K, V and a bias" if c.tiles_bias else "K and V"
+    by_block = "K, V and a bias" if c.features.tiled_bias else "K and V"
     loads_tiles = f"chooses tiles; issues TMA: Q once a tile, {by_block} block by block"
     producer = Role("producer", range(1), loading, loads_tiles)
     loads = "the bias row of each block, as float32" if c.has_bias_row else "the bias of each block"
@@ -49,7 +49,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     filled, read = (producer.once(),), (mma.per_warp(),)
     bias_pipeline = Pipeline("bias", bias_stages, "bias of a block", (bias.per_thread(),), read)
     bias_tiles: tuple[Buffer, ...] = ()
-    if c.tiles_bias:
+    if c.features.tiled_bias:
         tile = operand("sBiasTile", (64, c.tile_n, c.bias_stages * warpgroups), "query, key, stage of a warpgroup")
         what, read_by_one = "bias of a block and a warpgroup", (mma.per_warp_of_a_warpgroup(),)
         bias_pipeline = Pipeline("bias", tile.shape[2], what, filled, read_by_one, tile.stage_bytes)
@@ -69,8 +69,8 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     read_tile = [Step("mma", "bias.full", "reads the bias of block n into registers", "bias.empty")]
     early, late = (read_row, add_row) if c.has_bias_row else ([], add_bias if has_bias else [])
     # TMA's tiles are read while products are in flight, if registers suffice.
-    beside = read_tile if c.tiles_bias and not c.reads_bias_late else []
-    if c.tiles_bias:
+    beside = read_tile if c.features.tiled_bias and not c.reads_bias_late else []
+    if c.features.tiled_bias:
         late = [*(read_tile if c.reads_bias_late else []), Step("mma", "", "adds the bias to S(n)")]
     done = (*read, bias.per_warp()) if has_bias else read
     return Schedule(
@@ -90,7 +90,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
             Step("producer", "k.empty", "loads K(n)", "k.full"),
             Step("producer", "v.empty", "loads V(n)", "v.full"),
             *(of_bias if has_bias else ()),
-            *(load_tile if c.tiles_bias else ()),
+            *(load_tile if c.features.tiled_bias else ()),
             *early,
             Step("mma", "k.full, its turn at the tensor cores", f"issues S(n) {becomes} Q K(n)'"),
             Step("mma", "v.full", "issues O += P(n+1) V(n+1)", "the next warpgroup's turn"),

@@ -89,7 +89,7 @@ class Transfers:
                     shared.pipe_V.producer_acquire(state)  # and its V
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
-                    if const_expr(c.tiles_bias):
+                    if const_expr(c.features.tiled_bias):
                         self._load_bias(tile, block, state.count)
                     state.advance()
             index = tiles.following(a, asked_before, num_tiles)

@@ -1,6 +1,10 @@
 """Scores in a warpgroup's registers: softcap, bias and masks in both passes, P and dS in the backward pass.
 
-The arithmetic is in ``common.score``. In the forward pass rows are queries and columns are keys. In the backward pass
+The arithmetic is in ``common.score``. ``acc_S`` are a warpgroup's scores, ``cS`` their (row, column) coordinates.
+``nothing`` is what masked scores become, by selection, so that a NaN in a masked place has no effect. Of a bias,
+``step`` counts what has been in its stages of shared memory, from where a function that reads it releases its stage.
+
+In the forward pass rows are queries and columns are keys. In the backward pass
 rows are keys and columns are queries, and a thread has its scores in groups of eight: two neighbouring queries of a key
 and of another key, and the same of the two queries that are eight further on. lse and delta of a group's four queries
 are read group by group.
@@ -145,16 +149,8 @@ def add_bias_rows(
 ) -> None:
     """Adds a bias where rows are queries: from shared memory or, if it is strided, from where it is.
 
-    Args:
-        acc_S: a warpgroup's scores.
-        cS: their (row, column) coordinates.
-        scales: what they are multiplied by.
-        shared: the bias; its stage is released when it is in registers.
-        step: counts what has been in its stages.
-        rows: of the CTA's tile.
-        place: where the scores are.
-        first_row: the warpgroup's, of the tile's.
-        clips_columns: whether columns may be behind the sequence's end.
+    ``first_row`` is the warpgroup's of the tile's ``rows``; ``clips_columns``: whether columns may be behind the
+    sequence's end.
     """
     if const_expr(shared.pitch):
         shared.ring.wait_full(step)  # from those who load
@@ -167,13 +163,7 @@ def add_bias_rows(
 def fill_with_bias_row(acc_S: cute.Tensor, shared: SharedBias, step: Int32, cS: cute.Tensor) -> Float32:
     """Puts a row of a bias that all queries share into the accumulators, for products to be added to it.
 
-    Releases its stage, and returns its reference.
-
-    Args:
-        acc_S: a warpgroup's accumulators.
-        shared: the bias, as ``load_row`` leaves it with a scale.
-        step: counts what has been in its stages.
-        cS: (row, column) coordinates of the accumulators.
+    The row is as ``load_row`` leaves it with a scale; returns its reference.
     """
     accumulators, first_column = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
     shared.ring.wait_full(step)  # from those who load
@@ -190,13 +180,7 @@ def fill_with_bias_row(acc_S: cute.Tensor, shared: SharedBias, step: Int32, cS: 
 
 @cute.jit
 def read_bias_row(shared: SharedBias, step: Int32, cS: cute.Tensor) -> cute.Tensor:
-    """Reads this thread's columns of a bias row that all queries share, as float32 (column,); releases its stage.
-
-    Args:
-        shared: the bias, as ``load_row`` leaves it.
-        step: counts what has been in its stages.
-        cS: (row, column) coordinates of a warpgroup's scores.
-    """
+    """Reads this thread's columns of a bias row that all queries share (``load_row``), as float32 (column,)."""
     coordinates = rows_and_columns(cS)
     shared.ring.wait_full(step)  # from those who load
     elements = cute.make_rmem_tensor(cute.size(coordinates, mode=[1]), Float32)
@@ -210,7 +194,7 @@ def read_bias_row(shared: SharedBias, step: Int32, cS: cute.Tensor) -> cute.Tens
 
 @cute.jit
 def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
-    """Masks scores whose bits are 0, by selection; a thread's bits are in row order."""
+    """Masks scores whose bits are 0; a thread's bits are in row order."""
     scores = rows_and_columns(acc_S)
     columns = cute.size(scores, mode=[1])
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -225,12 +209,8 @@ def load_row_interval(
 ) -> cute.Tensor:
     """Loads the intervals of columns that this thread's rows attend to, as (first and behind the last, row).
 
-    Args:
-        mIntervals: intervals of all rows of all batch entries, ``length`` rows each.
-        entry: batch entry.
-        length: rows of an entry; rows behind the last one get its interval.
-        first_row: first row of the warpgroup.
-        cS: (row, column) coordinates of its scores.
+    ``mIntervals`` has those of all batch entries, ``length`` rows each; rows behind the last one get its interval.
+    ``first_row`` is the warpgroup's.
     """
     coordinates = rows_and_columns(cS)
     seen = cute.make_rmem_tensor((2, cute.size(coordinates, mode=[0])), Int32)
@@ -244,16 +224,7 @@ def load_row_interval(
 def mask_outside_interval(
     acc_S: cute.Tensor, cS: cute.Tensor, seen: cute.Tensor, first_column: Int32, columns: int, nothing: Float32
 ) -> None:
-    """Masks scores outside of their row's interval, by selection.
-
-    Args:
-        acc_S: a warpgroup's scores.
-        cS: their (row, column) coordinates.
-        seen: see ``load_row_interval``.
-        first_column: of the block.
-        columns: of the block.
-        nothing: what hidden scores become.
-    """
+    """Masks scores of a block of so many ``columns`` outside of their row's interval (``load_row_interval``)."""
     scores, first_of_thread = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         start, stop = seen[0, r] - first_column, seen[1, r] - first_column
@@ -266,14 +237,7 @@ def mask_outside_interval(
 
 @cute.jit
 def mask_outside_bits(acc_S: cute.Tensor, cS: cute.Tensor, bits: cute.Tensor, nothing: Float32) -> None:
-    """Masks scores whose column's bit of their row is 0, by selection.
-
-    Args:
-        acc_S: a warpgroup's scores.
-        cS: their (row, column) coordinates.
-        bits: of this thread's rows, (word, row): a bit a column.
-        nothing: what hidden scores become.
-    """
+    """Masks scores whose column's bit of their row is 0; ``bits`` are of this thread's rows, (word, row)."""
     scores, first_of_thread = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for word in cutlass.range_constexpr(cute.size(bits, mode=[0])):
@@ -293,16 +257,10 @@ def hide(
     heads_a_row: cutlass.Constexpr = 1,
     hides_rows: cutlass.Constexpr = False,
 ) -> None:
-    """Masks scores beyond an edge, by selection, so that a NaN in a masked place has no effect.
+    """Masks scores, yet to be multiplied by ``scale_log2``, beyond ``edges`` that can be within these columns.
 
-    Args:
-        acc_S: a warpgroup's scores.
-        cS: their (row, column) coordinates.
-        scale_log2: what scores are yet to be multiplied by.
-        place: where they are.
-        edges: ``Edges`` that can be within these columns.
-        heads_a_row: how many rows that follow each other are heads of one position.
-        hides_rows: whether rows behind the sequence see nothing; else they may see anything.
+    ``heads_a_row`` rows that follow each other are heads of one position. ``hides_rows``: whether rows behind the
+    sequence see nothing; else they may see anything.
     """
     scores, coordinates = rows_and_columns(acc_S), rows_and_columns(cS)
     nothing, first_of_thread = hidden(scale_log2), Int32(coordinates[0, 0][1])
@@ -453,11 +411,7 @@ def compute_P(
                 # Not before: the derivative of the softcap takes what tanh gave. What is hidden stays so.
                 r, c = j // 2 % 2, i // 2 + j // 4 * 2
                 s, t = (
-                    fma(
-                        z,
-                        scales.bias,
-                        cutlass.select_(z != nothing, elements[0](r, c + n).to(Float32), Float32(0.0)),
-                    )
+                    fma(z, scales.bias, cutlass.select_(z != nothing, elements[0](r, c + n).to(Float32), Float32(0.0)))
                     for n, z in enumerate((x, y))
                 )
             low, high = (probability(z, four[j // 4 * 2 + n], scales, f.bias) for n, z in enumerate((s, t)))

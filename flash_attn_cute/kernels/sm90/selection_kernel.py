@@ -101,15 +101,10 @@ class ItemKernel(MainKernel):
         entries: cutlass.Constexpr,
         num_picks: Int32,
     ) -> None:
-        """A warp stores a tile's rows in shared memory to where its picks' are, from a multiple of 64 columns on.
+        """A warp stores a tile's rows in shared memory to where its picks' are.
 
-        Args:
-            tX: of ``stores_of_picks``.
-            sX: (row, column), a multiple of 64 columns.
-            column: the first of them, in units of 64.
-            unit_idx: of the launch.
-            entries: ``entries_of_lanes``.
-            num_picks: of the tile, perhaps fewer than it has rows for.
+        ``tX`` is of ``stores_of_picks``, ``entries`` of ``entries_of_lanes``. ``sX`` has (row, a multiple of 64
+        columns), from ``column`` on, which counts 64 columns. The tile has ``num_picks`` at the most.
         """
         group = self.config.group
         for i in cutlass.range_constexpr(len(entries)):
@@ -120,15 +115,7 @@ class ItemKernel(MainKernel):
                     tX.store(cute.local_tile(sX, (group, COLUMNS), (i * LANES + p, j)), gX)
 
     @cute.kernel
-    def kernel(
-        self,
-        mmas: Any,
-        tma: Any,
-        a: Any,
-        tables: SelectionTables,
-        parts: Any,
-        scales: ScoreScales,
-    ) -> None:
+    def kernel(self, mmas: Any, tma: Any, a: Any, tables: SelectionTables, parts: Any, scales: ScoreScales) -> None:
         """Sets up shared memory, then splits into roles."""
         schedule = self.schedule
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -148,7 +135,8 @@ class ItemKernel(MainKernel):
         else:
             set_registers(schedule.role("mma").registers, schedule.threads)
             if item.start < item.stop:
-                self.mma(self._item_work(a, unit_idx, number, item, mmas, tma, parts, scales, shared))
+                given = {"arguments": a, "mmas": mmas, "tma": tma, "parts": parts, "scales": scales, "shared": shared}
+                self.mma(self._item_work(**given, unit_idx=unit_idx, number=number, item=item))
 
     @cute.jit
     def _set_up(self, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:
@@ -166,36 +154,19 @@ class ItemKernel(MainKernel):
         rings = {f"{name}_ring": memory.ring(storage, name) for name in ("k", "v")}
         return self.kind_of_shared(**buffers, **rings, first_q_ring=memory.ring(storage, "q0"))
 
-    def _item_work(
-        self,
-        a: Any,
-        unit_idx: Int32,
-        number: Int32,
-        item: Item,
-        mmas: Any,
-        tma: Any,
-        parts: Any,
-        scales: ScoreScales,
-        shared: Any,
-    ) -> ItemWork:
-        """Makes this mma warpgroup's ``ItemWork``."""
+    def _item_work(self, mmas: Any, shared: Any, **given: Any) -> ItemWork:
+        """Makes this mma warpgroup's ``ItemWork``, of which some fields are given."""
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         own, whole = mmas.S.get_slice(thread), mmas.S.get_slice(0)  # operands are described by the first thread's
         shape = TILE_ROWS, self.config.tile_n
         acc_S = cute.make_rmem_tensor(own.partition_shape_C(shape), Float32)
         return ItemWork(
-            arguments=a,
-            unit_idx=unit_idx,
-            number=number,
-            item=item,
+            **given,
+            mmas=mmas,
+            shared=shared,
             warpgroup=w,
             thread=thread,
-            mmas=mmas,
-            tma=tma,
-            parts=parts,
-            scales=scales,
-            shared=shared,
             tSrQ=mmas.S.make_fragment_A(whole.partition_A(shared.sQ[None, None, None, w])),
             tSrK=mmas.S.make_fragment_B(whole.partition_B(shared.sK)),
             acc_S=acc_S,

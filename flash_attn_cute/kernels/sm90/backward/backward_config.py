@@ -80,14 +80,9 @@ class BackwardCtaConfig(BackwardConfig):
         return _backward_bias_pitch(self.tile_d, self.features)
 
     @property
-    def tiles_bias(self) -> bool:
-        """Whether TMA loads the bias of a step."""
-        return self.features.tiled_bias
-
-    @property
     def tiles_dbias(self) -> bool:
         """Whether TMA stores dS, as the gradient of a bias with an element for every score."""
-        return self.tiles_bias and self.features.dbias
+        return self.features.tiled_bias and self.features.dbias
 
     @property
     def bias_rows(self) -> int:
@@ -104,13 +99,13 @@ class BackwardCtaConfig(BackwardConfig):
         keys, queries = (self.k_stages + 1) * self.tile_n, 2 * self.stages * self.tile_m
         sums = 2 * self.num_mma_warpgroups * 64 * self.columns_dQ
         columns = (keys + queries) * self.tile_d + 2 * self.tile_n * self.tile_m + sums
-        bias = 2 * self.tile_m * self.tile_n if self.tiles_bias else self.bias_rows * self.bias_pitch
+        bias = 2 * self.tile_m * self.tile_n if self.features.tiled_bias else self.bias_rows * self.bias_pitch
         return 2 * columns + bias_stages * bias
 
     @property
     def k_stages(self) -> int:
         """Tiles of K in shared memory: one, where a bias or a larger block of queries leaves no room for two."""
-        takes_room = self.tiles_bias or (self.bias_pitch and self.bias_rows > 1) or self.tile_m > 64
+        takes_room = self.features.tiled_bias or (self.bias_pitch and self.bias_rows > 1) or self.tile_m > 64
         return 1 if self.tile_d == 128 and takes_room else 2
 
     @property
@@ -121,7 +116,7 @@ class BackwardCtaConfig(BackwardConfig):
     @property
     def dS_by_queries(self) -> bool:
         """Whether a row of dS in shared memory is a query's, as dQ' = K' dS' and the gradient of a bias need it."""
-        return self.transposes_dQ or self.tiles_bias
+        return self.transposes_dQ or self.features.tiled_bias
 
     @property
     def hands_out_late(self) -> bool:

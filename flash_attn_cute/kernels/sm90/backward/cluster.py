@@ -296,10 +296,7 @@ class BackwardClusterSm90(BackwardKernel):
                 shared.rings.p.wait_full(step)  # from warpgroup 1
                 P, delta = shared.sP[None, thread, None], shared.stats[None, 1, stage]
                 compute_dS(
-                    acc_dP,
-                    lambda i, P=P: self._eight(P, i),
-                    lambda i, delta=delta: load_four(delta, quad, i),
-                    rdS,
+                    acc_dP, lambda i, P=P: self._eight(P, i), lambda i, delta=delta: load_four(delta, quad, i), rdS
                 )
                 shared.rings.p.release(step)  # to warpgroup 1
                 # Before dS is handed out: the tensor cores may well be idle.

@@ -124,7 +124,7 @@ class BackwardCtaSm90(BackwardKernel):
             V=self.loaded_tiles("sV", a.mV),
             dK=None if f.wide else row_tiles(store, "sOut", mdK, f.packed),
             dV=None if f.wide else row_tiles(store, "sOut", mdV, f.packed),
-            bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if c.tiles_bias else None,
+            bias=row_tiles(load, "sBiasTile", scores_first(a.mBias), False) if c.features.tiled_bias else None,
             dBias=row_tiles(store, "sdS", scores_first(a.mdBias, f.packed), f.packed) if c.tiles_dbias else None,
         )
 
@@ -259,7 +259,7 @@ class BackwardCtaSm90(BackwardKernel):
             acc_dQ=cute.make_rmem_tensor(slices.dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rdS=rdS,
             rUnits=cute.make_rmem_tensor(2, Float32),
-            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.tiles_bias else None,
+            rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.features.tiled_bias else None,
             row_sums=cute.make_rmem_tensor(2, Float32),
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
@@ -355,7 +355,7 @@ class BackwardCtaSm90(BackwardKernel):
         shared.rings.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Any, ...] = ()
-        reads_bias = self.config.features.bias and not (self.config.bias_pitch or self.config.tiles_bias)
+        reads_bias = self.config.features.bias and not (self.config.bias_pitch or self.config.features.tiled_bias)
         if const_expr(reads_bias):
             # In the registers that dP would have.
             elements = (read_transposed(work.scores, self._place(work, tile_idx, nth, m_block)),)
@@ -364,7 +364,7 @@ class BackwardCtaSm90(BackwardKernel):
         if const_expr(self.config.bias_pitch):
             rows = shared.reload_tile(self.config, work.arguments, tile_idx).rows_of_bias(self.config, nth, m_block)
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
-        if const_expr(self.config.tiles_bias):
+        if const_expr(self.config.features.tiled_bias):
             elements = (self._read_bias(work, step),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)

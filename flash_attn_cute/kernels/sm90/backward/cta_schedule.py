@@ -23,12 +23,12 @@ the other       tensor cores   ... dK(t-1)           S(t), dP(t)        dV(t)   
 def cta_schedule(config: BackwardCtaConfig) -> Schedule:
     """The schedule of a configuration."""
     c, (loading, computing) = config, config.registers
-    warpgroups, copies, tiles_dbias = c.num_mma_warpgroups, c.bias_pitch > 0, c.tiles_dbias
+    warpgroups, copies, tiled = c.num_mma_warpgroups, c.bias_pitch > 0, c.features.tiled_bias
     producer = Role("producer", range(1), loading, "chooses tiles; issues TMA: K and V once a tile, Q and dO by blocks")
     storing = Role("storing", range(1, 1 + warpgroups), loading, "one a warpgroup: adds its dQ, stores its dV and dK")
     fills = {
         "copies the bias": copies,
-        "stores dS": tiles_dbias,
+        "stores dS": c.tiles_dbias,
         "zeroes sums of dQ": c.zeroes_sums,
         "signals additions to dQ": c.signals_apart,
         "writes zeros to dV and dK of fully masked keys": c.features.may_mask_keys,
@@ -37,13 +37,13 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
     filling = Role("filling", range(1 + warpgroups, 4), loading, does)
     mma = Role("mma", range(4, 4 + 4 * warpgroups), computing, "64 keys a warpgroup: P, dS, all products; rounds dQ")
     filled, done = (producer.once(),), (mma.per_warp(),)
-    reads_tiles = copies or tiles_dbias or c.signals_apart
+    reads_tiles = copies or c.tiles_dbias or c.signals_apart
     all_done = (mma.per_warp(), storing.per_warp(), *((filling.per_warp(),) if reads_tiles else ()))
-    wrote_dS = (*done, filling.per_warp()) if tiles_dbias else done
+    wrote_dS = (*done, filling.per_warp()) if c.tiles_dbias else done
     keys, queries = 2 * c.tile_n * c.tile_d, 2 * c.tile_m * c.tile_d
     of_q = "Q and lse of a step" + (", units of dQ" if c.fixed_point else "")
-    bias_stages = c.bias_stages if copies or c.tiles_bias else 0
-    bias: tuple[Any, ...] = (filled, done, 2 * c.tile_m * c.tile_n) if c.tiles_bias else ((filling.per_thread(),), done)
+    bias_stages = c.bias_stages if copies or tiled else 0
+    bias: tuple[Any, ...] = (filled, done, 2 * c.tile_m * c.tile_n) if tiled else ((filling.per_thread(),), done)
     outs, added = (tuple(f"{name}_{w}" for w in range(1, 1 + warpgroups)) for name in ("out", "added"))
     added_stages = _ADDED_STAGES if c.signals_apart else 0
     return Schedule(
@@ -77,8 +77,8 @@ def cta_schedule(config: BackwardCtaConfig) -> Schedule:
 
 def _buffers(c: BackwardCtaConfig, bias_stages: int, added_stages: int) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
-    warpgroups = c.num_mma_warpgroups
-    copied_stages = 0 if c.tiles_bias else bias_stages
+    warpgroups, tiled = c.num_mma_warpgroups, c.features.tiled_bias
+    copied_stages = 0 if tiled else bias_stages
     part_of_K = 64 if c.transposes_dQ else c.columns_dQ
     dS, dS_modes = ((c.tile_m, 64), "query, key") if c.dS_by_queries else ((64, c.tile_m), "key, query")
     return (
@@ -94,13 +94,13 @@ def _buffers(c: BackwardCtaConfig, bias_stages: int, added_stages: int) -> tuple
         operand("sdO", (c.tile_m, c.tile_d, c.stages), "query, d, stage"),
         operand("sdS", (*dS, warpgroups, 2), f"{dS_modes}, warpgroup, stage"),
         operand("sOut", (64, c.tile_d, warpgroups), "key, d, warpgroup: dV, dK or dQ", apart=128 * c.columns_dQ),
-        *([operand("sBiasTile", (c.tile_m, c.tile_n, bias_stages), "query, key, stage")] if c.tiles_bias else ()),
+        *([operand("sBiasTile", (c.tile_m, c.tile_n, bias_stages), "query, key, stage")] if tiled else ()),
     )
 
 
 def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str, added_full: str, added_empty: str) -> tuple[Step, ...]:
     """Steps of all roles; t counts the blocks of all tiles of the CTA."""
-    copies, one_k = c.bias_pitch > 0, c.k_stages == 1
+    copies, tiled, one_k = c.bias_pitch > 0, c.features.tiled_bias, c.k_stages == 1
     dQ, product_dQ = ("dQ(t-1)'", "K' dS(t-1)'") if c.transposes_dQ else ("dQ(t-1)", "dS(t-1) K")
     waits = "waits for its turn; adds" if c.in_order else "adds"
     of_bias = (
@@ -123,13 +123,13 @@ def _steps(c: BackwardCtaConfig, out_full: str, out_empty: str, added_full: str,
         Step("producer", "q.empty", "publishes the fields of step t; loads Q(t)", "steps.full, q.full"),
         Step("producer", "do.empty", "loads dO(t)", "do.full"),
         Step("producer", "v.empty", "once a tile, behind its first step: loads V", "v.full"),
-        *([Step("producer", "bias.empty", "loads the bias of step t", "bias.full")] if c.tiles_bias else ()),
+        *([Step("producer", "bias.empty", "loads the bias of step t", "bias.full")] if tiled else ()),
         *(of_bias if copies else ()),
         Step("mma", "tiles.full, k.full", "once a tile: reads its fields; some columns of K to registers"),
         Step("mma", "q.full", "issues S(t)' = K Q(t)'"),
         *([Step("mma", "", "dQ(t-2) is complete in shared memory", out_full)] if c.hands_out_late else []),
         Step("mma", "do.full, v.full once a tile", "issues dP(t)' = V dO(t)'"),
-        *([Step("mma", "bias.full", "reads the bias of step t into registers", "bias.empty")] if c.tiles_bias else ()),
+        *([Step("mma", "bias.full", "reads the bias of step t into registers", "bias.empty")] if tiled else ()),
         Step(
             "mma",
             "S(t) complete" + (", bias.full" if copies else ""),

@@ -52,7 +52,7 @@ class Shared(WorkTileBroadcast):
         rings = memory.rings(storage)
         tensors = ("sK", "sV", "sQ", "sdO", "sdS", "sOut", "stats", "tile_fields", "step_fields")
         tensors += ("added_blocks",) if config.signals_apart else ()
-        tiled = memory.tensors(storage, "sBiasTile") if config.tiles_bias else {"sBiasTile": None}
+        tiled = memory.tensors(storage, "sBiasTile") if config.features.tiled_bias else {"sBiasTile": None}
         return Shared(
             **memory.tensors(storage, *tensors),
             **tiled,

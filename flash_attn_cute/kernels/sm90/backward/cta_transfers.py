@@ -150,7 +150,7 @@ class Transfers:
                     cute.copy(numbers, ws.mStats[2, head, block, None], shared.stats[None, 2, stage], mbar_ptr=full)
                 cute.copy(numbers, ws.mStats[i, head, block, None], shared.stats[None, i, stage], mbar_ptr=full)
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
-        if const_expr(c.tiles_bias):
+        if const_expr(c.features.tiled_bias):
             ring, t = shared.rings.bias, tma.bias
             ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():

@@ -149,14 +149,7 @@ class GradientQSm90(MainKernel):
 
     @cute.jit
     def _load(
-        self,
-        ws: Workspace,
-        tma: _Tiles,
-        shared: _Shared,
-        tile_heads: TileHeads,
-        cell: Int32,
-        num: Int32,
-        step: Int32,
+        self, ws: Workspace, tma: _Tiles, shared: _Shared, tile_heads: TileHeads, cell: Int32, num: Int32, step: Int32
     ) -> Int32:
         """Copies the cells of a tile, and loads their K; returns the next step."""
         ring, lane = shared.rings.steps, cute.arch.lane_idx()

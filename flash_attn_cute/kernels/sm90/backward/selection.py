@@ -270,12 +270,7 @@ class SelectionBackwardSm90(ItemKernel):
 
     @cute.jit
     def _store_scaled(
-        self,
-        work: "_Work",
-        i: cutlass.Constexpr,
-        rows: cutlass.Constexpr,
-        entries: cutlass.Constexpr,
-        num_picks: Int32,
+        self, work: "_Work", i: cutlass.Constexpr, rows: cutlass.Constexpr, entries: cutlass.Constexpr, num_picks: Int32
     ) -> None:
         """Stores the i-th columns of dQ, scaled, through shared memory, and inverse scales of this thread's rows.
 
@@ -298,12 +293,7 @@ class SelectionBackwardSm90(ItemKernel):
 
     @cute.jit
     def _scaled(
-        self,
-        work: "_Work",
-        i: cutlass.Constexpr,
-        rows: cutlass.Constexpr,
-        entries: cutlass.Constexpr,
-        num_picks: Int32,
+        self, work: "_Work", i: cutlass.Constexpr, rows: cutlass.Constexpr, entries: cutlass.Constexpr, num_picks: Int32
     ) -> cute.Tensor:
         """Scales the i-th columns of dQ to float16, in registers of the operands' dtype, and stores inverse scales."""
         c, own = self.config, rows_and_columns(work.acc_dQ)
