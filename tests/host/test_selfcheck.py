@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_cute import explain, flash_attn_func
+from flash_attn_cute import explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
@@ -177,6 +177,12 @@ def test_pairs_that_failed_leave_shorter_sequences_alone(machine: Machine) -> No
     assert machine.serves(d=128, rows=500)
     assert not machine.serves(d=128, rows=1500)
     assert machine.serves(d=128, rows=1500, causal=True)
+    q = torch.zeros(1500, 1, 128, dtype=torch.bfloat16)
+    for sequences, is_served in ((3, True), (1, False)):
+        longest, before = 1500 // sequences, machine.kernels.calls
+        offsets = torch.arange(sequences + 1, dtype=torch.int32) * longest
+        flash_attn_varlen_func(q, q, q, offsets, offsets, longest, longest)
+        assert (machine.kernels.calls > before) == is_served
 
 
 def test_masks_biases_and_max_logits_are_families(machine: Machine) -> None:
@@ -212,6 +218,7 @@ def test_explain_shows_it_and_runs_nothing(machine: Machine) -> None:
     assert (why.backend, why.on_request) == ("portable", ("sm100",))
     assert "its self-check has not run on this GPU, and does not run for an explanation" in str(why)
     assert machine.checks == 0
+    assert not machine.folder.exists()
     machine.failed = {"backward d64": "hangs"}
     assert machine.serves(d=128)
     wrong = explain(q[..., :64], q[..., :64], q[..., :64])
