@@ -456,6 +456,7 @@ EXPLAINED = {name: inputs for name, inputs in CALLS.items() if inputs.block_mask
     "no keys": inputs_of(*PACKED, cu_seqlens_q=ints(0, 140), cu_seqlens_k=ints(0, 0))._replace(
         k=torch.zeros(0, 2, 64, dtype=torch.bfloat16), v=torch.zeros(0, 2, 64, dtype=torch.bfloat16), max_seqlen_k=0
     ),
+    "no sequences": inputs_of(*PACKED, cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)),
     "fewer keys": inputs_of((2, 140, 8, 64), *[(2, 90, 2, 64)] * 2),
     "wide": inputs_of((2, 70, 8, 256), *[(2, 90, 4, 256)] * 2),
 }

@@ -81,7 +81,11 @@ def test_what_a_hopper_gpu_would_do() -> None:
     assert invariant.count("deterministic, the same bits in any packing") == 2
     text = str(explained)
     assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
-    assert f"forward: tiles of {forward.tile_m} queries, blocks of {forward.tile_n} keys" in text
+    assert (
+        f"forward: tiles of {forward.tile_m} queries, blocks of {forward.tile_n} keys, {config.stages} stages" in text
+    )
+    assert f"a dense batch, not deterministic, {backward.workspace_bytes / 2**20:.1f} MiB of workspace\n" in text
+    assert text.count("\n    features: none\n") == 2
     assert f"heads_in_cache = {backward.numbers.heads_in_cache}" in text
 
 
@@ -101,8 +105,8 @@ def test_clusters_and_determinism() -> None:
         _, backward = planned(q, q, q, deterministic=deterministic)
         assert (backward.cluster, backward.deterministic) == (2, deterministic)
     text = str(explain(q, q, q, gpu="sm90"))
-    assert "clusters of 2 CTAs" in text
-    assert "not deterministic" in text
+    assert "a CTA a tile, not persistent, a dense batch, deterministic" in text
+    assert "clusters of 2 CTAs, persistent, a dense batch, not deterministic" in text
 
 
 def test_padding_means_packed_sequences() -> None:
@@ -110,6 +114,8 @@ def test_padding_means_packed_sequences() -> None:
     for given, packed in ((None, False), (used, True)):
         passes = planned(q, q, q, causal=True, seqused_q=given, seqused_k=given)
         assert [each.packed for each in passes] == [packed, packed]
+    text = str(explain(q, q, q, seqused_k=used, gpu="sm90"))
+    assert text.count(", packed sequences, ") == text.count("\n    features: packed seqused_k") == 2
     # Queries that see no key are sequences of their own in the backward pass.
     passes = planned(q, q[:, :50], q[:, :50], causal=True)
     assert [each.packed for each in passes] == [False, True]
