@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import flash_attn, flash_attn_interface, sdpa, transformer_engine, varlen
+from flash_attn_cute.integrations import (
+    bert_padding,
+    flash_attn,
+    flash_attn_interface,
+    sdpa,
+    transformer_engine,
+    varlen,
+)
 from tests.lib.checks import assert_right
 from tests.lib.oracle import Call
 
@@ -63,7 +70,7 @@ OWN_FA3 = (
 
 
 PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-SIGNATURES = [
+SIGNATURES: list[tuple[Any, str]] = [
     (fa.flash_attn_func, f"q, k, v, {FA2}, *, {FA3}"),
     (fa.flash_attn_kvpacked_func, f"q, kv, {FA2}"),
     (fa.flash_attn_qkvpacked_func, f"qkv, {FA2}"),
@@ -89,6 +96,9 @@ SIGNATURES = [
         "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None, "
         "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
     ),
+    (bert_padding.unpad_input, "hidden_states, attention_mask, unused_mask=None"),
+    (bert_padding.pad_input, "hidden_states, indices, batch, seqlen"),
+    (bert_padding.index_first_axis, "input, indices"),
     (
         te.thd_attention,
         "query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=None, "

@@ -1,9 +1,6 @@
 """Padded batches unpadded and padded again, as ``flash_attn.bert_padding`` does."""
 
-import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +13,6 @@ from tests.lib.refusals import assert_refused, refusals
 
 MASK = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
 UNUSED = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]])
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (unpad_input, "(hidden_states, attention_mask, unused_mask=None)"),
-        (pad_input, "(hidden_states, indices, batch, seqlen)"),
-        (index_first_axis, "(input, indices)"),
-    ],
-)
-def test_signatures(function: Callable[..., Any], expected: str) -> None:
-    plain = [x.replace(annotation=x.empty) for x in inspect.signature(function).parameters.values()]
-    assert str(inspect.Signature(plain)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])

@@ -20,6 +20,7 @@ from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,
+    Case,
     Results,
     assert_matches_oracle,
     bits,
@@ -34,8 +35,6 @@ from tests.lib.checks import (
     run,
 )
 from tests.lib.oracle import Call
-
-Case = dict[str, Any]  # of random_call, without the lengths
 
 MASKS: dict[str, Case] = {
     "full": {},

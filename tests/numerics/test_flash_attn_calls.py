@@ -6,15 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.integrations import flash_attn, flash_attn_interface
 from tests.lib import oracle
 from tests.lib.checks import Case, bitwise_equal, gradients, longest, random_call, same_bits
-from tests.lib.integrations import alibi_truth, assert_served, recorded
+from tests.lib.integrations import alibi_truth, assert_served, fa, fa3, recorded
 from tests.lib.oracle import Call
-
-# For calls by position from tuples, and for wrong ones, which no type checker would let pass.
-fa: Any = flash_attn
-fa3: Any = flash_attn_interface
 
 
 def dense_call(**options: Any) -> Call:

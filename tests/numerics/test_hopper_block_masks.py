@@ -147,27 +147,6 @@ def test_blocks_of_64(options: Case, fuzz_seconds: float) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [64, 128])
-def test_half_blocks_give_the_same_bits(size: int, repetitions: int) -> None:
-    """Warpgroups have different steps, and run apart by as much as the rings allow."""
-    shape = 1, 4, 2048 // size, 2560 // size
-    visible = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.25
-    mask = BlockMask.from_blocks(visible.cuda(), size)
-    call = replace(call_on("sm90", [2048] * 2, [2560] * 2, packed=False, head_dim=128), block_mask=mask)
-
-    def forward() -> dict[str, Tensor]:
-        return dict(zip(("out", "lse"), run(call, return_lse=True, backend="sm90"), strict=True))
-
-    assert not differing(forward(), forward, repetitions)
-    out, dout = run(call, deterministic=True, backend="sm90"), torch.randn_like(call.q)
-
-    def backward() -> dict[str, Tensor]:
-        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, call.qkv, dout, retain_graph=True), strict=True))
-
-    assert not differing(backward(), backward, repetitions)
-
-
-@needs_kernels
 def test_64_keys_without_queries() -> None:
     """Their dK and dV are zero, and what stands in them reaches nothing, though others of their 128 keys are seen."""
     visible = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.5

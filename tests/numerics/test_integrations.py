@@ -51,13 +51,15 @@ def assert_as_torch(
         leaves.append(mask.requires_grad_())
     out = dot.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, **options)
     theirs = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else mask
+    if mask is not None:
+        theirs = (mask.double() if mask.is_floating_point() else mask).expand(*q.shape[:-1], k.shape[-2])
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, theirs, **options)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
     dout = torch.randn_like(out)
     for got, grad in zip(
         torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
     ):
-        torch.testing.assert_close(got, grad, rtol=0, atol=1e-11)
+        torch.testing.assert_close(got, grad, rtol=0, atol=1e-11 if got.dtype == torch.float64 else 1e-6)
 
 
 def normal(*shape: int) -> Tensor:
@@ -77,12 +79,15 @@ def test_sdpa_gqa(is_causal: bool) -> None:
     assert_as_torch(normal(2, 4, 9, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8), None, is_causal, enable_gqa=True)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("batch", "shape"),
     [
         ((), (6, 9)),
         ((), (4, 6, 9)),
+        ((2,), ()),
+        ((2,), (9,)),
+        ((2,), (6, 1)),
         ((2,), (6, 9)),
         ((2,), (2, 1, 1, 9)),
         ((2,), (4, 6, 9)),
@@ -93,10 +98,10 @@ def test_sdpa_gqa(is_causal: bool) -> None:
     ],
     ids=str,
 )
-def test_sdpa_masks(kind: str, batch: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    mask = normal(*shape) if kind == "float" else torch.rand(shape) < 0.7
-    if kind == "bool":
-        mask[..., 0] = True
+def test_sdpa_masks(dtype: torch.dtype, batch: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.7 if dtype == torch.bool else torch.randn(shape, dtype=dtype)
+    if dtype == torch.bool:
+        mask.view(shape or (1,))[..., 0] = True
     assert_as_torch(normal(*batch, 4, 6, 8), normal(*batch, 4, 9, 8), normal(*batch, 4, 9, 8), mask)
 
 
@@ -413,6 +418,8 @@ dot.scaled_dot_product_attention(q, k, v, True)
     TypeError: attn_mask: expected None or a torch.Tensor, got bool
 dot.scaled_dot_product_attention(q, k, v, torch.ones(4, 4, dtype=torch.int64))
     TypeError: attn_mask: expected bool (True = may attend) or a floating-point dtype, got torch.int64
+dot.scaled_dot_product_attention(q.double(), k.double(), v.double(), torch.zeros(4, 4).half())
+    TypeError: attn_mask: expected
 dot.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
     ValueError: query: expected shape (..., nheads, rows, d), got shape (4, 8)
 dot.scaled_dot_product_attention(q, torch.cat([k, k[:1]]), v)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.calls import dispatch
@@ -27,7 +26,6 @@ from tests.lib.checks import (
     assert_matches_oracle,
     assert_padding_reaches_nothing,
     assert_results_close,
-    bitwise_equal,
     both_passes,
     call_on,
     check_on,
@@ -40,7 +38,7 @@ from tests.lib.checks import (
     packed_or_dense,
     poisoned_dout,
     run,
-    with_gradients,
+    same_bits,
 )
 from tests.lib.oracle import Call
 
@@ -422,32 +420,17 @@ def test_shape_and_dtype_of_its_gradient(
 
 @packed_or_dense
 @on_each_backend
-def test_bias_without_a_gradient(backend: str, packed: bool, given_back: list[Gradients]) -> None:
-    """It gets none, and the others get theirs."""
+def test_bias_and_others_without_each_others_gradients(backend: str, packed: bool, given_back: list[Gradients]) -> None:
     call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
     constant = replace(call, bias=call.bias.detach())
-    dout = torch.randn_like(run(call, backend=backend))
-    results = []
-    for each in (call, constant):
-        out = run(each, backend=backend, deterministic=True)
-        results.append(with_gradients(out, (each.q, each.k, each.v), dout))
-    with_it, without = given_back
-    assert with_it.dbias is not None
-    assert without.dbias is None
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@packed_or_dense
-@on_each_backend
-def test_bias_alone_has_a_gradient(backend: str, packed: bool) -> None:
-    call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
     alone = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
-    found: list[Tensor] = []
-    for each in (call, alone):
+    dout, results = torch.randn_like(call.q), []
+    for each, leaves in ((call, [*call.qkv, call.bias]), (constant, call.qkv), (alone, [call.bias])):
         out = run(each, backend=backend, deterministic=True)
-        found += torch.autograd.grad(out, call.bias, torch.ones_like(out))
-    assert bitwise_equal(*found)
+        results.append(torch.autograd.grad(out, leaves, dout))
+    assert [grads.dbias is None for grads in given_back] == [False, True, False]
+    torch.testing.assert_close(results[0][:3], results[1])
+    assert same_bits(results[0][3:], results[2])
 
 
 @pytest.mark.parametrize("seqlen", [260, 264])

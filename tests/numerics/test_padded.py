@@ -1,8 +1,6 @@
 """Padded batches and nested tensors, as packed sequences or by seqused: against the oracle, and without waiting."""
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,8 +19,6 @@ from tests.lib.checks import Case, assert_close, bitwise_equal, each_of, gradien
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 from tests.lib.waits import NeverWaiting, Waits
-
-ROOT = Path(__file__).parents[2]
 
 
 def mask_of(text: str) -> Tensor:
@@ -491,12 +487,3 @@ def test_ordinary_calls_do_not_ask_for_nested_tensors(monkeypatch: pytest.Monkey
     flash_attn_func(q, q, q)
     with pytest.raises(AssertionError):
         flash_attn_func(jagged([5]), q, q)
-
-
-@pytest.mark.parametrize("page", ["docs/padding.md"])
-def test_snippets_run(page: str) -> None:
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert len(snippets) > 2
-    names: dict[str, Any] = {}
-    for snippet in snippets:
-        exec(snippet, names)
