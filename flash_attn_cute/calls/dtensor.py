@@ -29,10 +29,10 @@ _DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | No
 # tables of a block mask, whose entries and tiles all ranks need.
 _BROADCAST: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("mask", "bias"), (-4, -3)),
-    **dict.fromkeys(("row_spans", "contributors", "order", "half_contributors", "half_order", "selected"), (0, 1)),
+    **dict.fromkeys(("row_spans", "contributors", "order", "selected"), (0, 1)),
     **dict.fromkeys(("real_q", "real_k"), (0, None)),
-    **dict.fromkeys(("column_spans", "half_spans"), (1, 2)),
-    **dict.fromkeys(("row_entries", "tiles", "column_entries", "half_entries"), (None, None)),
+    "column_spans": (1, 2),
+    **dict.fromkeys(("row_entries", "tiles", "column_entries"), (None, None)),
 }
 _GRADIENTS = ("q", "k", "v", "bias", "learnable_sink")
 

@@ -237,15 +237,13 @@ def _register_flop_formulas() -> None:
     counters = sys.modules.get("torch.utils.flop_counter")
     if counters is None or torch.compiler.is_compiling():
         return
-    if torch.ops.flash_attn_cute.forward not in counters.flop_registry:
-        counters.register_flop_formula(torch.ops.flash_attn_cute.forward, get_raw=True)(_forward_flop)
-        counters.register_flop_formula(torch.ops.flash_attn_cute.backward, get_raw=True)(_backward_flop)
-        counters.register_flop_formula(torch.ops.flash_attn_cute.column_sums, get_raw=True)(_column_sums_flop)
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, counters._FlopCounterMode):
-            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.forward, _forward_flop)
-            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.backward, _backward_flop)
-            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.column_sums, _column_sums_flop)
+    counting = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, counters._FlopCounterMode)]
+    for name, formula in (("forward", _forward_flop), ("backward", _backward_flop), ("column_sums", _column_sums_flop)):
+        operator = getattr(torch.ops.flash_attn_cute, name)
+        if operator not in counters.flop_registry:
+            counters.register_flop_formula(operator, get_raw=True)(formula)
+        for mode in counting:
+            mode.counter.flop_registry.setdefault(operator, formula)
 
 
 def _forward_flop(*flat: Any, out_val: Any) -> int:

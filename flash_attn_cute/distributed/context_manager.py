@@ -204,7 +204,9 @@ class _OverRanks(NamedTuple):
                 "got True"
             )
         for name in ("seqused_q", "seqused_k"):
-            _check_lengths(name, getattr(inputs, name), getattr(self.sharding, name))
+            used, kept = getattr(inputs, name), getattr(self.sharding, name)
+            if used is not None and kept is not None:
+                _check_numbers(name, used, kept)
         if inputs.packed:
             for name in ("cu_seqlens_q", "cu_seqlens_k"):
                 _check_offsets(name, getattr(inputs, name), self.sharding)
@@ -232,13 +234,8 @@ def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:
     _check_numbers(name, offsets, sharding.cu_seqlens)
 
 
-def _check_lengths(name: str, used: Tensor | None, kept: tuple[int, ...] | None) -> None:
-    """Whether real lengths are those that a sharding keeps, if it keeps any; likewise."""
-    if used is not None and kept is not None:
-        _check_numbers(name, used, kept)
-
-
 def _check_numbers(name: str, given: Tensor, expected: tuple[int, ...]) -> None:
+    """Whether offsets or lengths are those of a sharding; likewise."""
     if torch.compiler.is_compiling() or (given.device.type != "cpu" and not settings.check_data()):
         return
     if tuple(given.tolist()) != expected:

@@ -47,10 +47,6 @@ class KeyValues:
         """The rows of ranges, one behind another; these themselves if they are one range."""
         return KeyValues(take(self.data, ranges), self._nheads, self._d)
 
-    def set_part(self, ranges: Ranges, part: "KeyValues") -> None:
-        """The inverse of ``part``."""
-        put(self.data, ranges, part.data)
-
     @property
     def k(self) -> Tensor:
         """(rows, nheads_k, d), a view."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
-from flash_attn_cute.distributed.key_value_rows import KeyValues
+from flash_attn_cute.distributed.key_value_rows import KeyValues, put
 from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
@@ -76,7 +76,7 @@ class Ring:
             block = coming
         following.wait()
         if self._hops[self._rank]:
-            own.set_part(self._own_block, home)
+            put(own.data, self._own_block, home.data)
         return dq, own.k, own.v
 
     def _owner(self, t: int) -> int:

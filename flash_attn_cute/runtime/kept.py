@@ -80,10 +80,6 @@ class Kept(Generic[T]):
         if self._gpu is not None and self._event is not None:
             self._event.synchronize()
 
-    def forget_readers(self) -> None:
-        """Has every reader ask anew."""
-        self._readers.clear()
-
     def _admit(self, handle: int, gpu: int) -> None:
         if torch.cuda._is_in_bad_fork():
             raise RuntimeError(
@@ -329,7 +325,7 @@ def _begin_as_child() -> None:
         unfinished.store.pop(unfinished.key, None)
     _unfinished.clear()
     for kept in _on_gpus:
-        kept.forget_readers()
+        kept._readers.clear()  # so that each asks anew
         _of_parent.append(kept)
 
 

@@ -1,23 +1,6 @@
-"""Every environment variable the package reads, in one place.
+"""Every environment variable the package reads, in one place; ``docs/environment.md`` says what each is for.
 
-FLASH_ATTN_CUTE_CHECK=1  Read cu_seqlens and seqused on every call, whatever the backend, and raise
-                         ValueError where they contradict the tensors. Debugging only: on a GPU it
-                         waits for the device. Read once, by the first call with offsets.
-FLASH_ATTN_CUTE_NVTX=1   NVTX ranges around every forward and backward pass and around compiling, for
-                         the timelines of profilers. Needs a PyTorch built with CUDA. Read once, by
-                         the first call.
-FLASH_ATTN_CUTE_CACHE_DIR
-                         The folder of compiled kernels, an absolute path, or 0 to keep none on disk.
-                         Code is loaded from it: it must belong to the user, and no other user may be
-                         able to write to it. Default: flash_attn_cute in $XDG_CACHE_HOME or ~/.cache.
-FLASH_ATTN_CUTE_BUNDLE   A bundle of compiled kernels, the absolute path that ``python -m flash_attn_cute.jit
-                         bundle`` printed. It is read ahead of the folder, and verified by its name.
-FLASH_ATTN_CUTE_SELFCHECK
-                         The self-check of Blackwell's kernels. 1 (default): the first call that they could serve runs
-                         it, unless there is a verdict. 0: none is run or read, and only calls that name the backend
-                         get the kernels. force: a verdict from before this process is not read. Read once, by
-                         the first such call.
-CUTE_DSL_*               Settings of the compiler. Kernels compiled under other ones are other kernels.
+The compiler's own (``CUTE_DSL_*``) are read as they are: kernels compiled under other ones are other kernels.
 """
 
 import functools

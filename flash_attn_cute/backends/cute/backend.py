@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ from flash_attn_cute.problem.spec import (
     statically_true,
 )
 from flash_attn_cute.sparsity.block_mask import BlockMask
+
+T = TypeVar("T")
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
@@ -143,23 +145,15 @@ class CuteBackend:
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
-        if torch.cuda.current_device() != inputs.q.device.index:
-            with torch.cuda.device(inputs.q.device):
-                return self._forward(spec, inputs)
-        return self._forward(spec, inputs)
+        return _on(inputs.q.device, self._forward, spec, inputs)
 
     def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
-        device = call.inputs.q.device
-        if torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
-                return self._backward(call)
-        return self._backward(call)
+        return _on(call.inputs.q.device, self._backward, call)
 
     def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """See ``Backend.column_sums``."""
-        with torch.cuda.device(inputs.q.device):
-            return column_sums.column_sums(self.launch_of, spec, inputs, lse)
+        return _on(inputs.q.device, column_sums.column_sums, self.launch_of, spec, inputs, lse)
 
     def forward_for(self, spec: AttentionSpec, like: AttentionInputs) -> Callable[[AttentionInputs], Results]:
         """See ``Backend.forward_for``."""
@@ -249,10 +243,8 @@ class CuteBackend:
             dsink = None if sink is None else sink_gradient_without_keys(spec, inputs, sink, lse, dlse)
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
-        if spec.selection_block:
-            return selection.backward(self.launch_of, call._replace(lse=lse), Gradients(dq, dk, dv))
         inputs = over_scores(inputs)
-        is_packed = runs_packed(spec, inputs)
+        is_packed = spec.has_seqused if spec.selection_block else runs_packed(spec, inputs)
         layout = score_layout(inputs, bias, is_repacked=is_packed and not spec.packed)
         layout = layout._replace(half_entries=half_entries(inputs))
         grads = Gradients(dq, dk, dv)
@@ -261,7 +253,10 @@ class CuteBackend:
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
-        done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse, residual), layout, grads)
+        packed = BackwardCall(spec, inputs, out, lse, dout, dlse, residual)
+        if spec.selection_block:
+            return Gradients(dq, dk, dv, dsink=selection.backward(self.launch_of, packed, grads, sink))
+        done = self._launch_backward(packed, layout, grads)
         dbias, by_keys = done.arguments.mdBias, done.arguments.mdBiasOfKeys
         dbias = by_keys[:, :, None] if by_keys is not None else dbias
         if dbias is not None and bias is not None:
@@ -405,6 +400,14 @@ class _Backward(NamedTuple):
     layout: ScoreLayout
     arguments: BackwardArguments
     plan: BackwardPlan
+
+
+def _on(device: torch.device, run: Callable[..., T], *given: Any) -> T:
+    """Runs a function with a GPU as the current one."""
+    if torch.cuda.current_device() == device.index:  # as it nearly always is
+        return run(*given)
+    with torch.cuda.device(device):
+        return run(*given)
 
 
 def _as_rows(residual: Tensor | None) -> Tensor | None:

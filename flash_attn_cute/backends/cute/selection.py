@@ -12,7 +12,6 @@ from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
-from flash_attn_cute.backends.packing import as_packed
 from flash_attn_cute.kernels.arguments import (
     SelectionArguments,
     SelectionBackwardArguments,
@@ -66,10 +65,11 @@ def _shapes(inputs: AttentionInputs, *, has_dlse: bool = False) -> tuple[Shapes,
     return Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), 0, has_dlse), inputs.selected.shape
 
 
-def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradients:
-    """Fills dq, dk and dv of a call with at least a query and a key; adds the gradient of a sink, if it is needed."""
-    if call.spec.has_seqused and not call.inputs.packed:
-        return _backward_of_padded(launch_of, call, grads)
+def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients, sink: Tensor | None) -> Tensor | None:
+    """Fills dq, dk and dv of a call with at least a query and a key; one with padding is packed.
+
+    Returns the gradient of a sink, if one is given.
+    """
     spec, inputs = call.spec, call.inputs
     shapes = _shapes(inputs, has_dlse=call.dlse is not None)
     kernel, planned, _ = launch_of(plan_selection_backward, inputs.q.device, spec, *shapes)
@@ -95,30 +95,15 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradi
     group, sets = planned.config.group, math.prod(call.lse.shape[:-1])
     dsinks = torch.zeros(sets, dtype=torch.float32, device=dk.device)
     sinks = None
-    if call.need_dsink and inputs.learnable_sink is not None:
-        sinks = inputs.learnable_sink.float().expand(len(dsinks) // spec.nheads, -1).reshape(-1, group)
+    if sink is not None:
+        sinks = sink.float().expand(len(dsinks) // spec.nheads, -1).reshape(-1, group)
     for numbers in _launches(planned):
         kernel(arguments._replace(numbers=numbers))
         if sinks is not None:
             _add_dsinks(dsinks.view(-1, group), sinks, workspace, numbers)
     grads.dk.copy_(dk)
     grads.dv.copy_(dv)
-    if sinks is None or inputs.learnable_sink is None:
-        return grads
-    return grads._replace(dsink=dsinks.view(-1, spec.nheads).sum(0).to(inputs.learnable_sink.dtype))
-
-
-def _backward_of_padded(launch_of: LaunchOf, call: BackwardCall, grads: Gradients) -> Gradients:
-    """``backward`` of a dense batch with padding, as packed sequences."""
-    packed = call._replace(
-        inputs=as_packed(call.inputs),
-        out=call.out.flatten(0, 1),
-        lse=compact(call.lse.transpose(0, 1).flatten(1)),
-        dout=call.dout.flatten(0, 1),
-        dlse=None if call.dlse is None else call.dlse.transpose(0, 1).flatten(1),
-    )
-    flat = Gradients(*(x.flatten(0, 1) for x in grads[:3]))  # views, as these are contiguous
-    return grads._replace(dsink=backward(launch_of, packed, flat).dsink)
+    return None if sink is None else dsinks.view(-1, spec.nheads).sum(0).to(sink.dtype)
 
 
 def _add_dsinks(dsinks: Tensor, sinks: Tensor, workspace: Tensor, numbers: SelectionNumbers) -> None:
