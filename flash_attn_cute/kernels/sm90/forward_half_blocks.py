@@ -34,8 +34,7 @@ from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.score import hidden
 from flash_attn_cute.kernels.sm90.forward import ForwardSm90, _Work
 from flash_attn_cute.kernels.sm90.forward_half_blocks_transfers import HalfBlockTransfers, Shared, Stages
-from flash_attn_cute.kernels.sm90.mma import rows_and_columns
-from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
+from flash_attn_cute.kernels.sm90.scores import cap, hide_by_bits, raise_logits
 
 
 class ForwardHalfBlocksSm90(ForwardSm90):
@@ -181,21 +180,10 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         if const_expr(self.keeps_max_logits):
             scale = work.arguments.numbers.softmax_scale
             if hides:
-                hide_half_blocks(work.acc_S, words, hidden(scale))
+                hide_by_bits(work.acc_S, words, hidden(scale), parts=2)
             raise_logits(work.max_logits, work.acc_S, scale)
         if const_expr(self.config.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         if hides:
-            hide_half_blocks(work.acc_S, words, hidden(work.scales.log2))
+            hide_by_bits(work.acc_S, words, hidden(work.scales.log2), parts=2)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
-
-
-@cute.jit
-def hide_half_blocks(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
-    """Masks scores whose bits are 0, by selection; words[i] has a thread's bits of the i-th half of the columns."""
-    scores = rows_and_columns(acc_S)
-    columns = cute.size(scores, mode=[1]) // 2
-    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        for c in cutlass.range_constexpr(2 * columns):
-            bit = 1 << r * columns + c % columns
-            scores[r, c] = cutlass.select_(words[c // columns] & bit != 0, scores[r, c], nothing)

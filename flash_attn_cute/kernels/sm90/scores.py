@@ -193,13 +193,13 @@ def read_bias_row(shared: SharedBias, step: Int32, cS: cute.Tensor) -> cute.Tens
 
 
 @cute.jit
-def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
-    """Masks scores whose bits are 0; a thread's bits are in row order."""
+def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32, parts: cutlass.Constexpr = 1) -> None:
+    """Masks scores whose bits are 0; a thread's bits are in row order, for one part of the columns after the other."""
     scores = rows_and_columns(acc_S)
-    columns = cute.size(scores, mode=[1])
-    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        for c in cutlass.range_constexpr(columns):
-            i = r * columns + c
+    rows, columns = cute.size(scores, mode=[0]), cute.size(scores, mode=[1]) // parts
+    for r in cutlass.range_constexpr(rows):
+        for c in cutlass.range_constexpr(parts * columns):
+            i = (c // columns * rows + r) * columns + c % columns
             scores[r, c] = cutlass.select_(words[i // 32] & (1 << i % 32) != 0, scores[r, c], nothing)
 
 

@@ -32,20 +32,21 @@ def round_block(
 ) -> None:
     """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), eight of two rows a thread at a time.
 
-    A part of it has so many ``columns``; a transposed one has 64 columns of the block for rows. Each of ``num_threads``
-    reads ``at_once`` times before it writes: the product is a divisor of a sixteenth of the block's numbers.
+    A part of it has so many ``columns``; a transposed one has 64 columns of the block for rows, and ``columns`` rows.
+    Each of ``num_threads`` reads ``at_once`` times before it writes: the product is a divisor of a sixteenth of the
+    block's numbers.
     """
+    rows_apart = 1 if const_expr(transposed) else 8
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
-        kind = _TransposedUnit if const_expr(transposed) else _Unit
-        units = [kind.of(begin + i * num_threads, columns) for i in range(at_once)]
-        found = [unit.read(sums, columns) for unit in units]
+        units = [_Unit.of(begin + i * num_threads, columns, transposed) for i in range(at_once)]
+        found = [unit.read(sums, columns, transposed) for unit in units]
         for unit, both in zip(units, found, strict=True):
-            row, vector = unit.place(tile_d, columns)
+            row, vector = unit.place(tile_d, columns, transposed)
             if vector * 8 < gdX.shape[1]:
                 for n, numbers in enumerate(both):
-                    within = first_row + row + kind.rows_apart * n
+                    within = first_row + row + rows_apart * n
                     if const_expr(row_units is not None):
-                        numbers = from_fixed_point(numbers, row_units[row + kind.rows_apart * n], num_adding)
+                        numbers = from_fixed_point(numbers, row_units[row + rows_apart * n], num_adding)
                     words = rounded(numbers, scale, gdX.element_type)
                     for j in cutlass.range_constexpr(cute.size(words)):
                         words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
@@ -55,57 +56,34 @@ def round_block(
 
 
 class _Unit(NamedTuple):
-    """Eight columns of two rows of a block, eight apart: in which part, which row of it first, which columns of it.
+    """Eight columns of two rows of a block: in which part, which row of it first, which vector of its columns.
 
-    Threads that follow each other have vectors of columns that do, so that rows are written whole.
+    The rows are eight apart, of transposed parts neighbours. Threads that follow each other have vectors that do: those
+    of whole rows, of transposed parts those of 64 columns, so that 128 bytes of a row are written at once.
     """
 
     part: Int32
     row: Int32
-    group: Int32
-
-    rows_apart = 8
+    vector: Int32
 
     @staticmethod
-    def of(index: Int32, columns: int) -> "_Unit":
-        """The unit of a thread, where parts have ``columns`` columns."""
+    def of(index: Int32, columns: int, transposed: bool) -> "_Unit":
+        """The unit of a thread."""
+        if transposed:
+            pairs = columns // 2
+            return _Unit(index // 8 // pairs, index // 8 % pairs * 2, index % 8)
         vectors = columns // 8
         row = index // vectors % 32
         return _Unit(index // vectors // 32, row // 8 * 16 + row % 8, index % vectors)
 
-    def read(self, sums: cute.Tensor, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
+    def read(self, sums: cute.Tensor, columns: int, transposed: bool) -> tuple[cute.Tensor, cute.Tensor]:
         """Loads the unit from the workspace into registers."""
-        return read_rows(cute.local_tile(sums, (64 * columns,), (self.part,)), self.row, self.group)
+        read = read_columns if transposed else read_rows
+        return read(cute.local_tile(sums, (64 * columns,), (self.part,)), self.row, self.vector)
 
-    def place(self, tile_d: int, columns: int) -> tuple[Int32, Int32]:
+    def place(self, tile_d: int, columns: int, transposed: bool) -> tuple[Int32, Int32]:
         """The first row within the block, and which vector of its columns."""
+        if transposed:
+            return self.row, self.part * 8 + self.vector
         parts_a_row = tile_d // columns
-        return self.part // parts_a_row * 64 + self.row, self.group + self.part % parts_a_row * (columns // 8)
-
-
-class _TransposedUnit(NamedTuple):
-    """Eight columns of two neighbouring rows of a block whose parts have its columns for rows, 64 each.
-
-    Eight threads that follow each other have 64 columns, so that 128 bytes of a row are written at once.
-    """
-
-    part: Int32
-    row: Int32  # of the block, even
-    vector: Int32  # of eight columns of the part's
-
-    rows_apart = 1
-
-    @staticmethod
-    def of(index: Int32, columns: int) -> "_TransposedUnit":
-        """Unit ``index``; parts are of ``columns`` rows of the block."""
-        pairs = columns // 2
-        return _TransposedUnit(index // 8 // pairs, index // 8 % pairs * 2, index % 8)
-
-    def read(self, sums: cute.Tensor, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """From the workspace, into registers."""
-        part = cute.local_tile(sums, (64 * columns,), (self.part,))
-        return read_columns(part, self.row, self.vector)
-
-    def place(self, tile_d: int, columns: int) -> tuple[Int32, Int32]:
-        """The first row within the block, and which vector of its columns."""
-        return self.row, self.part * 8 + self.vector
+        return self.part // parts_a_row * 64 + self.row, self.vector + self.part % parts_a_row * (columns // 8)

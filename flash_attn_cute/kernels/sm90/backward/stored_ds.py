@@ -18,8 +18,7 @@ from flash_attn_cute.kernels.backward import CELL_NUMBERS
 from flash_attn_cute.kernels.common.assembly import store_from_shared
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardStoredDSConfig
 from flash_attn_cute.kernels.sm90.backward.cta import _Work
-from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90
-from flash_attn_cute.kernels.sm90.backward.half_blocks_transfers import HalfBlocksTransfers
+from flash_attn_cute.kernels.sm90.backward.half_blocks import BackwardHalfBlocksSm90, HalfBlocksTransfers
 from flash_attn_cute.kernels.sm90.mma import convert
 from flash_attn_cute.kernels.sm90.shared import write
 
