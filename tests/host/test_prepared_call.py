@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_cute
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import attend, dispatch, ops, prepared_call
@@ -191,6 +191,17 @@ def test_repeated_calls_are_not_looked_at_again(
     for module, name in ((prepared_call, "cached_plan"), (attend, "needs_dispatcher"), (ops, "looks_like")):
         monkeypatch.setattr(module, name, None)
     assert all(torch.equal(x, y) for x, y in zip(both(others), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "block_mask"])
+def test_a_call_with_scores_of_its_own_is_none_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards look at no mask and no bias, so such a call is not kept for others of the same q, k and v."""
+    qkv, mask = leaves(*[(2, 6, 4, 8)] * 3), torch.ones(6, 6, dtype=torch.bool).tril()
+    given = {"mask": mask, "bias": mask.bfloat16(), "block_mask": BlockMask.causal(6, 6)}[name]
+    expected = attend_dense(*qkv)
+    monkeypatch.setattr(prepared_call, "_kept", {})
+    attend_dense(*qkv, **{name: given})
+    assert torch.equal(attend_dense(*qkv), expected)
 
 
 def test_offsets_may_be_shared_or_not() -> None:
