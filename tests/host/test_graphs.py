@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
 from types import SimpleNamespace
@@ -41,9 +42,10 @@ class Driver:
 
 
 def test_graphs_hold_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they are gone."""
+    """Until they are gone, and the next one keeps something. Children keep nothing of their parents' graphs."""
     driver = Driver()
     monkeypatch.setattr(graphs, "_driver", lambda: driver)
+    monkeypatch.setattr(graphs, "_reads", {})
     value = {torch.zeros(3)}
     (reference,) = map(weakref.ref, value)
     for _ in range(2):
@@ -52,8 +54,12 @@ def test_graphs_hold_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     del value
     graphs.release()
     assert reference() is not None
+    child = os.fork()
+    if not child:
+        os._exit(len(graphs._reads))
+    assert os.waitpid(child, 0)[1] == 0
     driver.destroy()
-    graphs.release()
+    graphs.keep(5, {})
     assert reference() is None
     driver.status = 2
     with pytest.raises(RuntimeError, match="got one whose capture has failed"):

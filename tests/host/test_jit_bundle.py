@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,24 @@ def test_kernels_come_from_the_bundle(bundled: Path, compiler: Compiler, tmp_pat
     assert callable(cache.kernel(CONFIG))
     assert compiler.calls == 1
     assert not (tmp_path / "kernels").exists()
+
+
+def test_a_bundle_has_many_kernels(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [CONFIG, *(forward_config("bfloat16", d, d, Features()) for d in (64, 128))]
+    for config in configs:
+        cache.kernel(config)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_BUNDLE", str(made_bundle(tmp_path, monkeypatch)))
+    shutil.rmtree(tmp_path / "kernels")
+    for config in configs:
+        cache.kernel(config)
+    assert compiler.calls == 3
+
+
+def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        bundle.write(tmp_path, [({}, NAME, b"code")])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
