@@ -18,8 +18,8 @@ from flash_attn_cute.problem.spec import AttentionInputs, Results
 
 # ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
 Result: TypeAlias = Tensor | tuple[Tensor, ...]
-# A function in the place of operators and backends; what it is given prepares the call, or raises what is wrong.
-Replacement: TypeAlias = Callable[[Callable[[], tuple[AttentionInputs, Plan]]], Results]
+# A function in the place of operators and backends. It is given a call, and what prepares it or raises what is wrong.
+Replacement: TypeAlias = Callable[[AttentionCall, Callable[[], tuple[AttentionInputs, Plan]]], Results]
 _replacement: Replacement | None = None
 
 
@@ -34,7 +34,7 @@ def attend(call: AttentionCall) -> Results:
     if is_any_autocast_enabled():
         call = autocast(call)
     if _replacement is not None:
-        return _replacement(partial(_prepared_for_replacement, call))
+        return _replacement(call, partial(_prepared_for_replacement, call))
     known = recalled(call)
     if known is not None:
         inputs = AttentionInputs._make((*call[:NUM_TENSORS], *known.max_seqlens, None, None))

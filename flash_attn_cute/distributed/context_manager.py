@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_cute.calls.attend import replaced
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import Plan
 from flash_attn_cute.distributed import public_functions, rank_agreement
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Place, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension, check_sequence
 from flash_attn_cute.integrations import sdpa
-from flash_attn_cute.problem.spec import AttentionInputs, Options, Results
+from flash_attn_cute.problem.spec import AttentionInputs, Results
 from flash_attn_cute.runtime import settings
 
 # Those of the contexts that are open, in all threads.
@@ -171,17 +172,18 @@ class _OverRanks(NamedTuple):
     group: Group
     method: str
 
-    def attend(self, prepared: Callable[[], tuple[AttentionInputs, Plan]]) -> Results:
+    def attend(self, call: AttentionCall, prepared: Callable[[], tuple[AttentionInputs, Plan]]) -> Results:
         """Results of a call on this rank's rows."""
 
         def checked() -> tuple[AttentionInputs, Plan]:
+            _refuse(call)
             inputs, plan = prepared()
-            self._check(inputs, plan.options)
+            self._check_lengths(inputs)
             return inputs, plan
 
         inputs, plan = rank_agreement.on_all_ranks(self.group, checked)
         return public_functions.attend(
-            (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.mask, inputs.bias, None),
+            (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, None, None, None),
             (self.sharding, None),
             (inputs.seqused_q, inputs.seqused_k),
             lambda: plan.options,
@@ -191,18 +193,8 @@ class _OverRanks(NamedTuple):
             dense=not inputs.packed,
         )
 
-    def _check(self, inputs: AttentionInputs, options: Options) -> None:
-        """Refuses what no call over ranks takes, and lengths that are not those of the sharding."""
-        if inputs.block_mask is not None:
-            raise ValueError(
-                "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
-                "context_parallel_attn_func takes one over all rows"
-            )
-        if options.precise_gradients:
-            raise ValueError(
-                "precise_gradients: expected False within context_parallel, where out of several ranks is merged, "
-                "got True"
-            )
+    def _check_lengths(self, inputs: AttentionInputs) -> None:
+        """Refuses lengths that are not those of the sharding."""
         for name in ("seqused_q", "seqused_k"):
             used, kept = getattr(inputs, name), getattr(self.sharding, name)
             if used is not None and kept is not None:
@@ -210,6 +202,20 @@ class _OverRanks(NamedTuple):
         if inputs.packed:
             for name in ("cu_seqlens_q", "cu_seqlens_k"):
                 _check_offsets(name, getattr(inputs, name), self.sharding)
+
+
+def _refuse(call: AttentionCall) -> None:
+    """Refuses what no call over ranks takes, of whatever shape: one of all rows would else be found too large."""
+    public_functions.refuse_scores(call.mask, call.bias)
+    if call.block_mask is not None:
+        raise ValueError(
+            "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
+            "context_parallel_attn_func takes one over all rows"
+        )
+    if call.options.precise_gradients:
+        raise ValueError(
+            "precise_gradients: expected False within context_parallel, where out of several ranks is merged, got True"
+        )
 
 
 def _hold(x: Tensor, other: Tensor) -> None:

@@ -373,7 +373,7 @@ def attend(
 
     def options() -> Options:
         _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
-        _refuse(mask, bias)
+        refuse_scores(mask, bias)
         # A call leaves rows of others unwritten: of its rank's other calls, and of other ranks.
         return checked()._replace(zero_padding=True)
 
@@ -400,7 +400,12 @@ def _check_are_plain(**tensors: Any) -> None:
             )
 
 
-def _refuse(mask: Any, bias: Any) -> None:
+def refuse_scores(mask: Any, bias: Any) -> None:
+    """Refuses tensors with an element a score.
+
+    Raises:
+        ValueError: one that is not None.
+    """
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(

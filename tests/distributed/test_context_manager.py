@@ -184,12 +184,14 @@ def what_is_refused() -> None:
     given: dict[str, Any] = {"buffers": [x], "buffer_seq_dims": [1]}
     with context_parallel(None, **given):
         q = x.transpose(1, 2)
-        bias, visible = torch.zeros(rows, rows), torch.ones(rows, rows, dtype=torch.bool)
+        bias, visible = torch.zeros(rows, rows), torch.ones(40, 40, dtype=torch.bool)
+        selected = BlockMask.from_selection(torch.zeros(1, 1, rows, 1, dtype=torch.int64), block=8, seqlen_k=rows)
         refused: list[tuple[str, Callable[[], Any]]] = [
             ("attn_mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, visible)),
             ("attn_mask: expected None", lambda: F.scaled_dot_product_attention(q, q, q, bias)),
             ("dropout_p: expected 0", lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)),
-            ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=BlockMask.causal(rows, rows))),
+            ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=BlockMask.causal(40, 40))),
+            ("block_mask: expected None", lambda: flash_attn_func(x, x, x, block_mask=selected)),
             ("alibi_slopes: expected None", lambda: flash_attn.flash_attn_func(x, x, x, alibi_slopes=torch.ones(2))),
             ("precise_gradients: expected False", lambda: flash_attn_func(x, x, x, precise_gradients=True)),
             ("k: expected the 10 rows of rank", lambda: flash_attn_func(x, x[:, 1:], x[:, 1:])),
