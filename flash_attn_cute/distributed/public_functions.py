@@ -1,13 +1,14 @@
 """The public functions: attention whose rows are sharded over the ranks of a group."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute.api import SharedKeywords
 from flash_attn_cute.calls import validate
+from flash_attn_cute.calls.attend import Result
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.torch_modes import autocast
 from flash_attn_cute.calls.user_errors import says_where_to_look
@@ -21,9 +22,6 @@ from flash_attn_cute.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# ``out``, or a tuple of it and what else is asked for: lse, then max_logits.
-Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class Keywords(SharedKeywords, total=False):

@@ -102,39 +102,27 @@ class Folder:
             raise
 
     @contextmanager
-    def lock(self, name: str) -> Iterator[None]:
-        """Waits until no other process holds the entry's lock, and holds it. It ends with the process at the latest.
+    def lock(self, name: str, *, waits: bool = True) -> Iterator[bool | None]:
+        """Holds the entry's lock; it ends with the process at the latest. Gives whether it is held.
 
         Where the file system has no locks, as some network file systems, the lock is one of this machine, in the folder
-        for temporary files. If there is none either, nothing waits: processes may then make the same entry, and the
-        last one's stays, as entries appear whole.
+        for temporary files. If there is none either, it gives None, and nothing waits: processes may then make the same
+        entry, and the last one's stays, as entries appear whole.
+
+        Args:
+            name: of the entry.
+            waits: whether to wait until no other process holds it; else it gives False if one does.
 
         Raises:
             OSError: the lock's file cannot be made.
         """
         with ExitStack() as stack:
-            self._enter_lock(stack, name, waits=True)
-            yield
-
-    @contextmanager
-    def try_lock(self, name: str) -> Iterator[bool | None]:
-        """Holds the entry's lock if no other process does, and gives whether; None where there are no locks.
-
-        The lock is that of ``lock``, and like it one of this machine where the file system has none.
-
-        Raises:
-            OSError: the lock's file cannot be made.
-        """
-        with ExitStack() as stack:
-            yield self._enter_lock(stack, name, waits=False)
-
-    def _enter_lock(self, stack: ExitStack, name: str, *, waits: bool) -> bool | None:
-        is_held = stack.enter_context(self._locked(name, waits=waits))
-        if is_held is None:
-            with suppress(OSError, UnsafeFolderError):
-                machine = stack.enter_context(Folder(machine_folder()))
-                is_held = stack.enter_context(machine._locked(name, waits=waits))
-        return is_held
+            is_held = stack.enter_context(self._locked(name, waits=waits))
+            if is_held is None:
+                with suppress(OSError, UnsafeFolderError):
+                    machine = stack.enter_context(Folder(machine_folder()))
+                    is_held = stack.enter_context(machine._locked(name, waits=waits))
+            yield is_held
 
     @contextmanager
     def _locked(self, name: str, *, waits: bool) -> Iterator[bool | None]:

@@ -148,7 +148,7 @@ def made(gpu: Gpu, since: float = 0.0, *, say: Callable[[str], None], check: "Ch
     # The outer folder is opened, too, as it is refused if others could have put the inner one there.
     with disk.Folder(path), disk.Folder(path / "selfcheck", kind="verdict") as folder:
         while True:
-            with folder.try_lock(name) as is_held:
+            with folder.lock(name, waits=False) as is_held:
                 found = read(folder, name, since)
                 if found is not None:
                     return found

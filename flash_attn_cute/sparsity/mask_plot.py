@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,7 +17,7 @@ from flash_attn_cute.problem.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL
 from flash_attn_cute.sparsity.column_tables import m_block_order_of, steps
 from flash_attn_cute.sparsity.dq_order.contention_model import Pass, Timeline, machine_of
-from flash_attn_cute.sparsity.score_blocks import Sizes
+from flash_attn_cute.sparsity.tabled_mask import TabledMask
 
 _TURNS_UP_TO = 32  # blocks a side; with more there is no room for numbers
 _EMPTY, _PARTIAL, _FULL = "white", "#9ecae1", "#3182bd"
@@ -27,34 +27,7 @@ _STEPS = 240  # steps of time in a moving timeline
 _COLOURS = 16
 
 
-class DrawnMask(Protocol):
-    """Attributes of a ``BlockMask`` that pictures read."""
-
-    @property
-    def batch(self) -> int: ...
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def seqlen_q(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device | None: ...
-
-    @property
-    def sizes(self) -> Sizes: ...
-
-    @property
-    def low_contention(self) -> bool: ...
-
-    @property
-    def has_m_block_order(self) -> bool: ...
-
-    def tables(self, device: torch.device, *, backward: bool) -> BlockTables: ...
-
-
-def figure(mask: DrawnMask, batch: int, head: int) -> Figure:
+def figure(mask: TabledMask, batch: int, head: int) -> Figure:
     """Draws a batch entry and head of a mask in blocks of 128 x 128, and the timeline of all heads.
 
     Raises:
@@ -73,7 +46,7 @@ def figure(mask: DrawnMask, batch: int, head: int) -> Figure:
     return drawn
 
 
-def animation(masks: Sequence[DrawnMask], names: Sequence[str], path: Path) -> None:
+def animation(masks: Sequence[TabledMask], names: Sequence[str], path: Path) -> None:
     """Writes a moving picture of one mask under several orders: the progress of a head, and the work of all CTAs.
 
     Args:
@@ -161,7 +134,7 @@ class _Lane:
         self.columns.set_data(torch.where(self.visible, state, 0).tolist())
 
 
-def _pass_of(mask: DrawnMask, tables: BlockTables) -> tuple[Pass, Tensor]:
+def _pass_of(mask: TabledMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """Backward pass of a mask, and its launch order."""
     assert tables.columns is not None
     order = tables.columns.order
@@ -171,7 +144,7 @@ def _pass_of(mask: DrawnMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     return work, order.cpu().expand(work.order_shape)
 
 
-def _draw_blocks(axes: Any, mask: DrawnMask, tables: BlockTables, batch: int, head: int) -> None:
+def _draw_blocks(axes: Any, mask: TabledMask, tables: BlockTables, batch: int, head: int) -> None:
     kinds, turns = _blocks_of(mask, tables, batch, head)
     axes.imshow(kinds.tolist(), cmap=ListedColormap([_EMPTY, _PARTIAL, _FULL]), vmin=0, vmax=2, aspect="equal")
     axes.set_xlabel("blocks of 128 keys")
@@ -182,7 +155,7 @@ def _draw_blocks(axes: Any, mask: DrawnMask, tables: BlockTables, batch: int, he
             axes.text(n, m, int(turns[m, n]), ha="center", va="center", fontsize=7)
 
 
-def _blocks_of(mask: DrawnMask, tables: BlockTables, batch: int, head: int) -> tuple[Tensor, Tensor]:
+def _blocks_of(mask: TabledMask, tables: BlockTables, batch: int, head: int) -> tuple[Tensor, Tensor]:
     """Kinds of blocks, EMPTY, PARTIAL or FULL, and their turns, -1 for empty ones: (blocks_q, blocks_k) each."""
     sizes = mask.sizes
     kinds = torch.full((sizes.blocks_q, sizes.blocks_k), EMPTY, dtype=torch.int64, device="cpu")

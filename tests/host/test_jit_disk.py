@@ -125,9 +125,9 @@ def test_without_locks_many_processes_make_each_entry_once(folder: Path) -> None
 
 def test_a_lock_that_is_tried_is_held_or_not(folder: Path) -> None:
     with disk.Folder(folder) as opened, disk.Folder(folder) as other:
-        with opened.try_lock(NAME) as is_held, other.try_lock(NAME) as is_held_twice:
+        with opened.lock(NAME, waits=False) as is_held, other.lock(NAME, waits=False) as is_held_twice:
             assert (is_held, is_held_twice) == (True, False)
-        with other.try_lock(NAME) as is_held:
+        with other.lock(NAME, waits=False) as is_held:
             assert is_held
 
 

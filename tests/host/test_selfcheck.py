@@ -463,7 +463,7 @@ def test_a_rank_waits_no_longer_than_it_should(machine: Machine) -> None:
     said: list[str] = []
     (machine.folder / "selfcheck").mkdir(mode=0o700, parents=True)
     name = key.name(GPU.identity())
-    with disk.Folder(machine.folder / "selfcheck", kind="verdict") as folder, folder.try_lock(name) as is_held:
+    with disk.Folder(machine.folder / "selfcheck", kind="verdict") as folder, folder.lock(name, waits=False) as is_held:
         assert is_held
         found = verdict.made(GPU, say=said.append)
     assert found == "another process has been running its self-check for 0 seconds"
