@@ -4,13 +4,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.arguments import workspace_bytes
 from flash_attn_cute.kernels.features import Case, Features
+from flash_attn_cute.kernels.mask_tile import MaskTile
 
 CELL_NUMBERS = 64 * 64 // 2  # of 4 bytes, of a cell of dS (``common.ds_cells``): 64 x 64 of 16 bits
 NUM_RANGES = 5  # numbers of a tile of keys that fixed point needs (``common.fixed_point``)
-
-# Under a right bound the longest tiles would come last (``common.key_tiles``); packed sequences and grouped heads lose
-# by going the other way round.
-REVERSES_LAST = Case("right", without="packed grouped")
 
 
 class MaskSizes(NamedTuple):
@@ -61,6 +58,11 @@ class BackwardSizes:
     tile_n: ClassVar[int]  # keys a tile
 
     @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut."""
+        raise NotImplementedError
+
+    @property
     def semaphores(self) -> tuple[int, int]:
         """Counters of additions a block of queries, and of keys."""
         raise NotImplementedError
@@ -87,12 +89,12 @@ class BackwardSizes:
 
     @property
     def reverses_last(self) -> bool:
-        """Whether the heads of the last section of tiles go the other way round."""
-        raise NotImplementedError
+        """Whether the heads of the last section of tiles go the other way round.
 
-    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """Parts that hold what is made of a mask, for so many rows of tiles of so many blocks of keys."""
-        raise NotImplementedError
+        Under a right bound the longest tiles would come last (``common.key_tiles``). Packed sequences and grouped heads
+        lose by it.
+        """
+        return self.in_order and Case("right", without="packed grouped").fits(self.features)
 
     def parts(self, sizes: PassSizes) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes."""
@@ -118,7 +120,7 @@ class BackwardSizes:
             parts["mHeads"] = 3, heads_k, num_n_blocks
         if mask is not None:
             rows = mask.sets * mask.rows
-            parts |= self.mask_parts(rows, mask.blocks)
+            parts |= self.mask_tile.parts(rows, mask.blocks)
             parts["mOrder"] = rows, mask.blocks
             parts["mAdding"] = (rows,)
             parts["mLists"] = mask.sets * mask.key_tiles, 2

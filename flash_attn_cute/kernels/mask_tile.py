@@ -56,7 +56,7 @@ class MaskTile:
         return tiles * self.warpgroups * 128 * self.words + self.has_kinds
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """Parts of a workspace, as in ``BackwardSizes.parts``, for so many rows of tiles of so many blocks of keys."""
+        """Parts of a workspace, as in ``BackwardSizes.parts``, for so many rows of tiles, of at most so many blocks."""
         return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
 
     def parts_with_lists(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:

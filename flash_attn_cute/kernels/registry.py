@@ -34,9 +34,8 @@ class Pass(NamedTuple):
     # between two bounds, and that of a bias's gradient split=; all take target= where an architecture has several.
     # A configuration is a frozen dataclass with the attributes dtype, tile_d, features and target (what it is compiled
     # for), whose class has its ``architecture`` and ``pass_name``. Backends read more: tile_m, tile_n and ctas_a_tile;
-    # reorders_bits; persistent, group and parts() (forward; the latter under a mask); sums_heads, reverses_last and
-    # workspace_size() (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward,
-    # and of that gradient).
+    # reorders_bits; persistent and group (forward); sums_heads, reverses_last and workspace_size() (backward), whose
+    # features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that gradient).
     configure: Callable[..., Any]
     arguments: type  # a class of ``kernels.arguments``
     described_by: str  # "module:name" of what makes, of a configuration, the ``Schedule`` of its main kernel

@@ -229,7 +229,8 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     numbers = ForwardNumbers(**_numbers(spec, shapes, sharing), heads_in_cache=heads_in_cache, num_sms=num_sms)
     size = 0
     if spec.has_mask:
-        size = workspace_bytes(config.parts(math.prod(sharing), shapes.scores.mask_blocks(config.tile_n)))
+        blocks = shapes.scores.mask_blocks(config.tile_n)
+        size = workspace_bytes(config.mask_tile.parts_with_lists(math.prod(sharing), blocks))
     return ForwardPlan(config, numbers, size)
 
 

@@ -364,8 +364,8 @@ class RowTables:
         """Launches the kernels that make the tables. Returns None without a mask."""
         c, tables = self.config, None
         if const_expr(c.features.mask):
-            blocks = num_blocks(a.mMask, c.tile_n)
-            tables = Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
+            lists, blocks = Sharing.of(a.numbers).total, num_blocks(a.mMask, c.tile_n)
+            tables = Tables(**carved(a.mWorkspace, c.mask_tile.parts_with_lists(lists, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
             self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
         elif const_expr(c.features.block_mask):

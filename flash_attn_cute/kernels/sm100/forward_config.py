@@ -58,10 +58,6 @@ class ForwardConfig(Sm100Config):
         """Blocks of keys to an entry of a list. Entries of a block mask are of 128 keys."""
         return BLOCK // self.tile_n if self.features.block_mask else 1
 
-    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
-        return self.mask_tile.parts_with_lists(lists, blocks)
-
     @property
     def leaves_out(self) -> bool:
         """Whether a block of a tile may be EMPTY for a part, which then gets no products of it."""

@@ -4,7 +4,7 @@ The table is read from the top; the first row whose head dimension and features 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.features import Case, Features, PassName
@@ -110,10 +110,6 @@ class ForwardConfig(Sm90Config):
         assert self.tile_m == BLOCK
         assert BLOCK % self.tile_n == 0
         return BLOCK // self.keys_a_load
-
-    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
-        return self.mask_tile.parts_with_lists(lists, blocks)
 
     @property
     def num_mma_warpgroups(self) -> int:

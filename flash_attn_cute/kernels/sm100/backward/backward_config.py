@@ -1,9 +1,9 @@
 """Tile sizes of Blackwell's backward kernels, and all else that changes their code. Needs no cutlass."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
+from flash_attn_cute.kernels.backward import BackwardSizes
 from flash_attn_cute.kernels.features import Case, Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
 from flash_attn_cute.kernels.sm100.config import (
@@ -65,10 +65,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
         """Whether the tiles of a block mask are put into the order of threads."""
         return self.features.block_mask
 
-    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """Parts of the workspace for a mask, see ``BackwardSizes``."""
-        return self.mask_tile.parts(lists, blocks)
-
     @property
     def semaphores(self) -> tuple[int, int]:
         """One a CTA, which has some rows of a block of queries, or some columns.
@@ -76,11 +72,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
         Of keys one a warpgroup that computes, and a pass, at whose end they are added.
         """
         return self.ctas_a_tile, self.ctas_a_tile * self.num_passes * COMPUTE_WARPGROUPS
-
-    @property
-    def reverses_last(self) -> bool:
-        """Whether the last section's tiles have the opposite order, where that pays."""
-        return REVERSES_LAST.fits(self.features)
 
     @property
     def queries(self) -> int:

@@ -4,10 +4,10 @@ A table is read from the top; the first row whose head dimension and features fi
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BLOCK
-from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
+from flash_attn_cute.kernels.backward import BackwardSizes
 from flash_attn_cute.kernels.features import Case, Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
 from flash_attn_cute.kernels.sm90.config import SHARED_MEMORY, Sm90Config, bias_pitch, read_alike, tile_columns
@@ -32,10 +32,6 @@ class BackwardConfig(Sm90Config, BackwardSizes):
     def mask_tile(self) -> MaskTile:
         """How a mask is cut."""
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True)
-
-    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """See ``BackwardSizes``."""
-        return self.mask_tile.parts(lists, blocks)
 
 
 @dataclass(frozen=True)
@@ -137,11 +133,6 @@ class BackwardCtaConfig(BackwardConfig):
     def semaphores(self) -> tuple[int, int]:
         """Number of semaphores of a block: one a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
-
-    @property
-    def reverses_last(self) -> bool:
-        """Whether the last section's tiles have the opposite order, where that pays."""
-        return self.in_order and REVERSES_LAST.fits(self.features)
 
 
 @dataclass(frozen=True)
