@@ -96,7 +96,7 @@ class Features:
         unknown = [word for word in chosen if word not in words()]
         if unknown:
             raise ValueError(f"features: expected some of {', '.join(words())}, got {', '.join(unknown)}")
-        return cls(**dict(_flag_of(word) for word in chosen))
+        return cls(**{word.removeprefix("no_"): not word.startswith("no_") for word in chosen})
 
 
 def words() -> dict[str, str]:
@@ -108,10 +108,6 @@ def words() -> dict[str, str]:
         f"no_{f.name}" if f.default else f.name: f"not: {f.metadata['meaning']}" if f.default else f.metadata["meaning"]
         for f in fields(Features)
     }
-
-
-def _flag_of(word: str) -> tuple[str, bool]:
-    return word.removeprefix("no_"), not word.startswith("no_")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def round_blocks(
                 batch = Int32(0) if const_expr(f.packed) else work.batch
                 num_adding = num_adding_of(a, ws, batch, work.head, work.listed(f.packed, c.tile_m))
             else:
-                num_adding = _num_adding(c, a, work, rows.length)
+                k_length = keys_of(a, work.batch).length if const_expr(f.packed) else a.mK.shape[1]
+                window = Window.of(f, a, rows.length, k_length)
+                num_adding = key_tiles_of(c, work.first_row, k_length, window).num
         if num_adding > 0:
             place = gdQ, work.first_row, rows, stop, lane
             last = Int32(0) if const_expr(c.fixed_point) else num_adding
@@ -68,10 +70,3 @@ def round_blocks(
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)
             zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)
         index = tiles.take_tile(next_block, num_questions)
-
-
-@cute.jit
-def _num_adding(c: cutlass.Constexpr, a: BackwardArguments, work: tiles.WorkTile, q_length: Int32) -> Int32:
-    """Number of tiles that add to a block."""
-    k_length = keys_of(a, work.batch).length if const_expr(c.features.packed) else a.mK.shape[1]
-    return key_tiles_of(c, work.first_row, k_length, Window.of(c.features, a, q_length, k_length)).num

@@ -263,7 +263,15 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
     if const_expr(f.listed):
         blocks, tiles_before, tiles_after = _listed(c, a, ws, work.head, batch, block, num_keys, nth, parts)
     else:
-        blocks = _in_window(c, Blocks.of(first_key, num_keys, q.length, window, c.tile_m), num_keys, direction)
+        found = Blocks.of(first_key, num_keys, q.length, window, c.tile_m)
+        blocks = Blocks(
+            start=found.start,
+            # Keys behind the sequence are hidden in every block.
+            full_start=found.full_start if num_keys == c.tile_n else found.stop,
+            full_stop=found.full_stop if const_expr(f.hides_last_queries) else found.stop,
+            stop=cutlass.max(found.stop, found.start),
+            direction=direction,
+        )
     return KeyTile(
         first_key=first_key,
         head=(work.head * parts + nth) * heads_a_tile(c, a),
@@ -277,21 +285,6 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
         blocks=blocks,
         tiles_before=tiles_before,
         tiles_after=tiles_after,
-    )
-
-
-@cute.jit
-def _in_window(
-    config: cutlass.Constexpr, blocks: Blocks, num_keys: Int32, direction: cutlass.Constexpr | Int32
-) -> Blocks:
-    """Blocks of queries that attend to a tile of ``num_keys`` real keys."""
-    return Blocks(
-        start=blocks.start,
-        # Keys behind the sequence are hidden in every block.
-        full_start=blocks.full_start if num_keys == config.tile_n else blocks.stop,
-        full_stop=blocks.full_stop if const_expr(config.features.hides_last_queries) else blocks.stop,
-        stop=cutlass.max(blocks.stop, blocks.start),
-        direction=direction,
     )
 
 

@@ -127,7 +127,3 @@ class BackwardKernel(MainKernel):
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mdK, mdV, a, ws, scales)
         self.launch(kernel, num_key_tiles(c, a), stream, a.numbers.num_sms, c.ctas_an_sm)
-
-    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Any:
-        """TMA tiles of the tensors that the kernel loads and stores."""
-        raise NotImplementedError

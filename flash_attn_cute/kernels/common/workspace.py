@@ -82,16 +82,13 @@ class Workspace(NamedTuple):
     def of(config: Any, a: BackwardArguments, mask: MaskSizes | None) -> "Workspace":
         """Workspace of a pass; ``mask`` are sizes of a mask's tables."""
         n = a.numbers
-        cells = cell_sizes(a) if config.stores_dS else None
+        cells = None
+        if config.stores_dS:
+            rows, heads = n.lists_batch * n.lists_heads * n.lists_tiles, a.mQ.shape[0] * a.mQ.shape[2]
+            cells = CellSizes(rows, heads, heads // n.heads_a_tile, n.num_chunks, n.num_cells)
         sizes = PassSizes(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, mask, cells)
         given = carved(a.mWorkspace, config.parts(sizes), lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))
-
-
-def cell_sizes(a: BackwardArguments) -> CellSizes:
-    n, heads = a.numbers, a.mQ.shape[0] * a.mQ.shape[2]
-    rows = n.lists_batch * n.lists_heads * n.lists_tiles
-    return CellSizes(rows, heads, heads // n.heads_a_tile, n.num_chunks, n.num_cells)
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:

@@ -233,14 +233,12 @@ class BlockOfBias:
             words = self.ahead if begin == 0 else self.row.read(self.first_column + begin, at_once)
             for first in range(0, at_once, _COLUMNS_ADDED):
                 some = words[first * self.row.dtype.width // 32 :][: _COLUMNS_ADDED * self.row.dtype.width // 32]
-                self._add(place + (begin + first), scale, self.row.numbers(some))
-
-    def _add(self, place: Int32, scale: Float32, numbers: list[Float32]) -> None:
-        """Adds numbers to scores as ``add_in_memory`` does, but two at a time, in registers that lie side by side."""
-        scores, sums = tensor_memory.load(place, len(numbers)), []
-        for i in range(0, len(numbers), 2):
-            sums += cute.arch.fma_packed_f32x2(tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2]))
-        tensor_memory.store(place, sums)
+                numbers, own_place = self.row.numbers(some), place + (begin + first)
+                scores, sums = tensor_memory.load(own_place, len(numbers)), []
+                for i in range(0, len(numbers), 2):  # in registers that lie side by side
+                    pairs = tuple(scores[i : i + 2]), (scale, scale), tuple(numbers[i : i + 2])
+                    sums += cute.arch.fma_packed_f32x2(*pairs)
+                tensor_memory.store(own_place, sums)
 
 
 def add_in_memory(place: Int32, scale: Float32, numbers: list[Float32]) -> None:
