@@ -1,14 +1,12 @@
 """Attention forward on Blackwell, by single CTAs, or by pairs of them (``forward_pair``).
 
-``python -m flash_attn_cute.kernels describe sm100 forward --d 128`` prints ``forward_schedule``: roles, pipelines,
-shared and tensor memory, steps, and what orders proxies. These modules take their numbers from it.
+``python -m flash_attn_cute.kernels describe sm100 forward --d 128`` prints ``forward_schedule``.
 
 A CTA takes tiles of queries of one head, one after the other. A tile has one or two parts of 128 queries, which is what
 a product has lanes for. A *unit* is a block of keys for one part, and units are counted over all tiles of the CTA: unit
 u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
 
-Pipelines are ``Ring``s, whose steps go on counting from tile to tile. A warp arrives once, behind ``__syncwarp``. Steps
-of q, outputs and stats count only tiles that have blocks: in one that attends to no key nothing is loaded or
+Steps of q, outputs and stats count only tiles that have blocks: in one that attends to no key nothing is loaded or
 multiplied, and the epilogue writes zeros by itself.
 
 The mma warp issues O(u) = P(u) V, in two parts as P comes, and then S(u + 2) = Q K^T, for one unit after the other

@@ -6,15 +6,10 @@ registers, and writes the tile once. So the sums are in float32, rounded once, a
 CTAs that share a tile leave float32 sums; a small kernel adds them up in their order.
 
 ``python -m flash_attn_cute.kernels describe sm100 bias_gradient --d 128 --features bias`` prints
-``bias_gradient_schedule``, from which this module takes its numbers.
+``bias_gradient_schedule``.
 
-A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible
-scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. All pieces that are not
-skipped are *steps*.
-
-The tile's bias is in tensor memory, in float32. It is the same for all pieces and read from global memory once.
-
-P of a step is computed beside its dP and the next S.
+Pieces without visible scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves.
+All others are *steps*. The tile's bias, which is the same for all pieces, is in tensor memory, in float32.
 
 At the end of a tile the sums go through shared memory, in the place of operands, for which the last products are waited
 for. There they are summed over queries or keys that share a bias, and warps write rows of the tile from there.

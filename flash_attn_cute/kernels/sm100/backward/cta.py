@@ -1,7 +1,6 @@
 """Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
-``python -m flash_attn_cute.kernels describe sm100 backward --d 128`` prints ``backward_schedule``: roles, pipelines,
-shared and tensor memory, steps, and what orders proxies. This module takes its numbers from it.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 128`` prints ``backward_schedule``.
 
 A CTA takes one tile after the other (``common.key_tiles``), and goes over the blocks of 128 queries that attend to it,
 at d = 192 of 64. A block is a *step*, and steps are counted over all tiles of the CTA. When no tile is left, drain
@@ -33,9 +32,8 @@ order in which they were issued, and a commit arrives when all before it are don
 dV leaves through the place of V, which is not needed behind the last dP, and dK through that of K, behind the last dQ.
 
 Windows and ends are looked at only in steps that an edge crosses. Under a mask the mainloop goes over lists of blocks
-of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps
-which it is, and where the bits are that hide its scores (``common.block_lists``), and adding warps where its dQ is
-added, and when. Bits are read while scores are computed. How sums and stats lie in the workspace is ``sums``' business.
+of queries, those of all its heads (``common.key_lists``), and bits are read while scores are computed. ``sums`` has the
+order of sums in the workspace.
 (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 

@@ -1,9 +1,7 @@
 """Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two passes, and products of both CTAs.
 
 A tile is 256 keys, the work of a cluster of two. The pair makes two passes over the blocks of 64 queries that attend to
-it, as dK and dV do not fit tensor memory together. S is computed, and Q and dO are loaded, in both. The tensor cores of
-a pair compute products together (``cta_group::2``). Each CTA holds its half of a sum in its own tensor memory, and its
-half of the right operand in shared memory.
+it, as dK and dV do not fit tensor memory together. S is computed, and Q and dO are loaded, in both.
 
 ``python -m flash_attn_cute.kernels describe sm100 backward --d 256 --rows 8192`` prints ``backward_schedule``. Roles
 are those of ``pair``. A block in either pass is a *step*, and steps are counted over all tiles of the pair.

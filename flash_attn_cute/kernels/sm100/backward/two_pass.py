@@ -32,10 +32,6 @@ Products are done in the order in which they were issued, and a commit arrives w
 dV leaves through the place of V, which is loaded behind it, and dK through that of K, behind the last dQ. dK overwrites
 dV when compute warps have read that, and dV the last tile's dK.
 
-Under a mask both passes go over the same lists of blocks of queries, those of all heads of the tile
-(``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps its index and where its bits are,
-and in the second pass to adding warps where its dQ is added, and its turn.
-
 Shared memory binds both passes (docs/blackwell-model.md counts the clocks).
 """
 
