@@ -107,18 +107,12 @@ class Blocks:
     @cute.jit
     def nth(self, i: Int32) -> Int32:
         """The i-th block, in this direction."""
-        if const_expr(isinstance(self.direction, int)):
-            return self.start + i if const_expr(self.direction > 0) else self.stop - 1 - i
-        else:
-            return self.start + i if self.direction > 0 else self.stop - 1 - i
+        return self.start + i if self.direction > 0 else self.stop - 1 - i
 
     @cute.jit
     def num_before(self, block: Int32) -> Int32:
         """Number of blocks that come before ``block`` in this direction: its turn, where turns follow it."""
-        if const_expr(isinstance(self.direction, int)):
-            return block - self.start if const_expr(self.direction > 0) else self.stop - 1 - block
-        else:
-            return block - self.start if self.direction > 0 else self.stop - 1 - block
+        return block - self.start if self.direction > 0 else self.stop - 1 - block
 
     def parts(self, has_left: bool, has_right: bool) -> list[Part]:
         """The loop from the last block to the first, without its first step, cut into parts that need the same masks.
