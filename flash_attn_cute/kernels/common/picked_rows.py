@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.rows import rounded
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit
 from flash_attn_cute.kernels.selection import LANES, SCALED_COLUMNS
 
 VECTOR = 8  # columns of a thread

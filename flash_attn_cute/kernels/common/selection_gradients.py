@@ -14,8 +14,7 @@ from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
-from flash_attn_cute.kernels.common.selection_tables import SelectionTables
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTables
 from flash_attn_cute.kernels.selection import LANES, threads_of_rows
 
 _FOUR = 4  # columns of dK and dV of a thread at a time

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit
 
 _THREADS = 256
 _VECTOR = 8  # columns of a thread at a time

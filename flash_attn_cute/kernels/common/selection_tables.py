@@ -19,6 +19,7 @@ table of counts has as many numbers as there are chunks and columns. Chunks grow
 (``kernels.selection.chunk_picks``), so that it takes at most a quarter of the bytes of the picks.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -48,6 +49,28 @@ class SelectionTables(NamedTuple):
     mStarts: cute.Tensor  # (set, column): the first entry of each column
     mCounts: cute.Tensor  # (set, chunk, column): picks of the chunk; and then those of the chunks before
     mKeyBits: cute.Tensor | None = None  # (set, pick, word): keys of its block, of picks of columns
+
+
+@dataclass(frozen=True)
+class SelectedUnit:
+    """A unit, the heads of a batch entry that select together and are rows of one tile; and where its selection is."""
+
+    config: cutlass.Constexpr
+    batch: Int32
+    number: Int32  # among those of the batch entry
+    set: Int32  # of selections
+
+    @staticmethod
+    def of(config: Any, a: Any, unit_idx: Int32) -> "SelectedUnit":
+        """The unit of that number in a launch."""
+        n, units = a.numbers, a.mQ.shape[-2] // config.group
+        batch, number = (n.first_unit + unit_idx) // units, (n.first_unit + unit_idx) % units
+        return SelectedUnit(config, batch, number, batch % n.sets_batch * n.sets_heads + number * n.sets_heads // units)
+
+    def head_and_entry(self, in_group: Int32) -> tuple[Int32, Int32]:
+        """A head of the unit among all heads, and the batch entry in tensors: 0 if packed."""
+        entry = Int32(0) if self.config.features.packed else self.batch
+        return self.number * self.config.group + in_group, entry
 
 
 class SelectionTableKernels:

@@ -64,8 +64,7 @@ from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import SPARE_REGISTERS, forward_schedule
-from flash_attn_cute.kernels.sm100.forward_shared import Shared
-from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer
+from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer, Shared
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,

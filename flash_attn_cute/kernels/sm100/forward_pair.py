@@ -39,8 +39,7 @@ from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import CTAS
 from flash_attn_cute.kernels.sm100.forward import ForwardSm100
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_shared import Shared
-from flash_attn_cute.kernels.sm100.forward_transfers import Producer
+from flash_attn_cute.kernels.sm100.forward_transfers import Producer, Shared
 from flash_attn_cute.kernels.sm100.frame import InPair
 from flash_attn_cute.kernels.sm100.mma import commit_to_both
 

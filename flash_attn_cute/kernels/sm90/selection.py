@@ -25,8 +25,8 @@ from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.score import LN2, LOG2_E, ScoreScales, hidden
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
 from flash_attn_cute.kernels.common.selection_merge import SelectionMerge
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, workspace_parts

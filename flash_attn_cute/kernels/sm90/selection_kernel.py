@@ -12,8 +12,7 @@ from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
-from flash_attn_cute.kernels.common.selection_tables import SelectionTableKernels, SelectionTables
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTableKernels, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.selection import LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig

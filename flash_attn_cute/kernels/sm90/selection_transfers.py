@@ -12,8 +12,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
-from flash_attn_cute.kernels.common.selected_units import SelectedUnit
-from flash_attn_cute.kernels.common.selection_tables import SelectionTables
+from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval

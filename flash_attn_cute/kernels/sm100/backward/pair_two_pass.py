@@ -66,7 +66,7 @@ from flash_attn_cute.kernels.sm100.backward.cta import DK, DV
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
-from flash_attn_cute.kernels.sm100.backward.pair_two_pass_transfers import PairTwoPassTransfers
+from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTwoPassTransfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, O_COLUMNS, PART_ROWS
