@@ -109,15 +109,6 @@ class Owner:
     stop: Int32
 
 
-class OperandTiles(NamedTuple):
-    """TMA tiles of the operands, by tensor."""
-
-    Q: RowTiles
-    K: RowTiles
-    dO: RowTiles
-    V: RowTiles
-
-
 class Tables(NamedTuple):
     """Tables of a mask (``common.block_lists``), for the bias-gradient kernel."""
 
@@ -220,14 +211,15 @@ class PieceMap:
         self,
         a: BiasGradientArguments,
         tables: Tables | None,
-        tma: OperandTiles,
+        tma: tuple[RowTiles, ...],
         operands: list[cute.Tensor],
         rings: Any,
         pieces: Pieces,
     ) -> None:
         """Publishes this CTA's pieces and loads their operands, one piece after the other, by one warp.
 
-        Operands are (rows, columns, stage), in the order of ``tma``. The ring ``qk`` has Q and K, and ``dov`` dO and V.
+        Operands are (rows, columns, stage), Q, K, dO and V, as their tiles in ``tma``. The ring ``qk`` has Q and K, and
+        ``dov`` dO and V.
         """
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]

@@ -27,11 +27,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
-from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, Owner, Piece, Pieces, Tables
+from flash_attn_cute.kernels.common.bias_pieces import Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig
@@ -54,7 +55,7 @@ _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 class _Shared(tensor_memory.Held):
     """Shared memory, and what guards it."""
 
-    operands: list[cute.Tensor]  # (rows, columns, stage), in the order of ``OperandTiles``
+    operands: list[cute.Tensor]  # (rows, columns, stage), Q, K, dO and V
     tile: cute.Tensor  # (query, key), in their place
     pieces: Pieces
     rings: Any  # those of the schedule, by name
@@ -74,7 +75,7 @@ class BiasGradientSm100(BiasGradientKernel):
     def kernel(
         self,
         mma: cute.TiledMma,
-        tma: OperandTiles,
+        tma: tuple[RowTiles, ...],
         a: BiasGradientArguments,
         tables: Tables | None,
         mStats: cute.Tensor,

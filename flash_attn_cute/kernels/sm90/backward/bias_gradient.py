@@ -25,12 +25,12 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
-from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, Owner, Piece, Pieces, Tables
+from flash_attn_cute.kernels.common.bias_pieces import Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
-from flash_attn_cute.kernels.common.tma import prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import bias_gradient_schedule
@@ -57,7 +57,7 @@ class BiasGradientSm90(BiasGradientKernel):
     def kernel(
         self,
         mma: cute.TiledMma,
-        tma: OperandTiles,
+        tma: tuple[RowTiles, ...],
         a: BiasGradientArguments,
         tables: Tables | None,
         mStats: cute.Tensor,
