@@ -6,12 +6,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.bias_pieces import PieceMap, PieceTables
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
-from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS, Schedule
@@ -30,9 +28,9 @@ class BiasGradientKernel(MainKernel):
     @cute.jit
     def __call__(self, a: BiasGradientArguments, stream) -> None:
         """Launches the kernel, and if tiles are split the one that adds up their parts."""
-        c, packed, load = self.config, self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
+        c = self.config
         tensors = zip(PIECE_OPERANDS, (a.mQ, a.mK, a.mdO, a.mV), strict=True)
-        tma = tuple(self.memory.row_tiles(load, name, rows_first(x, packed), packed) for name, x in tensors)
+        tma = tuple(self.loaded_tiles(name, x) for name, x in tensors)
         self.Storage = self.memory.struct()
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables, ctas = self.tables(a, stream), self.map.num_owners(a)

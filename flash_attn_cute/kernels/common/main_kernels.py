@@ -34,10 +34,14 @@ class MainKernel:
         """Products, called by their results, if they are of several kinds."""
         raise NotImplementedError
 
+    def load_operation(self) -> Any:
+        """The operation by which TMA loads."""
+        return cpasync.CopyBulkTensorTileG2SOp()
+
     def loaded_tiles(self, name: str, mX: cute.Tensor) -> RowTiles:
         """TMA tiles of a tensor as users have it, for loads into the buffer of that name."""
         packed = self.config.features.packed
-        return self.memory.row_tiles(cpasync.CopyBulkTensorTileG2SOp(), name, rows_first(mX, packed), packed)
+        return self.memory.row_tiles(self.load_operation(), name, rows_first(mX, packed), packed)
 
     def launch(self, kernel: Any, tiles: Int32, stream: Any, num_sms: Int32 | None = None, ctas_an_sm: int = 1) -> None:
         """Launches as many CTAs, or clusters, as SMs have room for or, if the kernel is not persistent, one a tile."""
@@ -83,14 +87,10 @@ class ForwardKernel(MainKernel):
         kernel = self.kernel(mmas, tma, mO, mLSE, a, self.row_tables(a, stream), scales)
         self.launch(kernel, QueryTiles(c).num(a), stream, a.numbers.num_sms)
 
-    def loads(self) -> Any:
-        """The operation by which TMA loads."""
-        return cpasync.CopyBulkTensorTileG2SOp()
-
     def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
         """TMA tiles of the tensors that the kernel loads and stores."""
         c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
-        load, store = self.loads(), cpasync.CopyBulkTensorTileS2GOp()
+        load, store = self.load_operation(), cpasync.CopyBulkTensorTileS2GOp()
         mQ, mK, mV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV))
         rows = BLOCK // 2 if c.features.half_blocks else None  # of K and V, that come together
         return ForwardTiles(

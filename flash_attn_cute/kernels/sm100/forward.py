@@ -100,8 +100,8 @@ class ForwardSm100(ForwardKernel):
             O=tiled_mma(self.dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
         )
 
-    def loads(self) -> Any:
-        """See ``ForwardKernel``: bytes for both CTAs of a pair arrive at the leader's barriers."""
+    def load_operation(self) -> Any:
+        """See ``MainKernel``: bytes for both CTAs of a pair arrive at the leader's barriers."""
         return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(self.config.ctas_a_tile))
 
     @cute.kernel

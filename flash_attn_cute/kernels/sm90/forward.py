@@ -100,7 +100,8 @@ class ForwardSm90(ForwardKernel):
         """See ``ForwardKernel``; of a bias, too, where its rows allow that."""
         tiles = super().tma(a, mO)
         if self.config.features.tiled_bias:
-            tiles = tiles._replace(bias=self.memory.row_tiles(self.loads(), "sBiasTile", scores_first(a.mBias), False))
+            load, mBias = self.load_operation(), scores_first(a.mBias)
+            tiles = tiles._replace(bias=self.memory.row_tiles(load, "sBiasTile", mBias, False))
         return tiles
 
     @cute.kernel

@@ -83,12 +83,9 @@ class BackwardCtaSm100(BackwardKernel):
         return Mmas.of(self.config)
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        packed, load = self.config.features.packed, cpasync.CopyBulkTensorTileG2SOp()
         tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
-        return BackwardTiles(
-            **{n: self.memory.row_tiles(load, f"s{n}", rows_first(x, packed), packed) for n, x in tensors.items()},
-            **self._tiles_out(mdK, mdV),
-        )
+        loaded = {name: self.loaded_tiles(f"s{name}", x) for name, x in tensors.items()}
+        return BackwardTiles(**loaded, **self._tiles_out(mdK, mdV))
 
     def _tiles_out(self, mdK: cute.Tensor, mdV: cute.Tensor) -> dict[str, RowTiles | None]:
         """Pieces of dK and dV; None if they leave wide, from registers."""

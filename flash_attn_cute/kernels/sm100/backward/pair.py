@@ -71,18 +71,19 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.transfers = PairTransfers(config)
         self.scores = PairScores(config)
 
+    def load_operation(self) -> Any:
+        """See ``MainKernel``: bytes for both CTAs arrive at the leader's barriers."""
+        return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        c, packed = self.config, self.config.features.packed
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        loads = {"K": cpasync.CopyBulkTensorTileG2SOp()} if c.holds_keys else {}  # which counts in its own CTA
-        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
-        tensors = {"Q": mQ, "Q_columns": mQ, "dO": mdO, "dO_columns": mdO, "K": mK, "V": mV}
+        c, packed, mK = self.config, self.config.features.packed, rows_first(a.mK, self.config.features.packed)
+        tensors = {"Q": a.mQ, "Q_columns": a.mQ, "dO": a.mdO, "dO_columns": a.mdO, "K": a.mK, "V": a.mV}
+        loaded = {name: self.loaded_tiles(f"s{name}", x) for name, x in tensors.items()}
+        if c.holds_keys:  # whose bytes count in their own CTA
+            loaded["K"] = self.memory.row_tiles(cpasync.CopyBulkTensorTileG2SOp(), "sK", mK, packed)
         piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
-        return BackwardTiles(
-            **{n: self.memory.row_tiles(loads.get(n, load), f"s{n}", x, packed) for n, x in tensors.items()},
-            K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
-            **self._tiles_out(mdK, mdV),
-        )
+        loaded["K_columns"] = make_row_tiles(self.load_operation(), mK, piece, (PART_ROWS, O_COLUMNS), packed)
+        return BackwardTiles(**loaded, **self._tiles_out(mdK, mdV))
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
