@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.schedule import Order
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
 # that a call lacks with zeros.
@@ -22,6 +23,12 @@ SHARED_MEMORY = 227 * 1024  # bytes of a CTA
 O_COLUMNS = 64  # of a piece of a result in shared memory
 TILE_STAGES = 2  # tiles that the producer may have published
 ENTRY_STAGES = 8  # published entries of lists: more than there are blocks in flight
+
+# Of pairs' schedules (``Schedule.orders``).
+TILES_IN_ORDER = Order(
+    "tiles -> second CTA",
+    "st.shared, proxy fence, bulk copy, mbarrier -> wait; read -> overwritten: proxy fence, arrival -> wait",
+)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from flash_attn_cute.kernels.sm100.config import (
     SCORE_COLUMNS,
     SHARED_MEMORY,
     TILE_STAGES,
+    TILES_IN_ORDER,
     WARPS,
 )
 from flash_attn_cute.kernels.sm100.forward_config import ITERATOR_FIELDS, O_STAGES, ForwardConfig
@@ -29,20 +30,10 @@ softmax              P0      P1      P2 ...
 
 _ORDERS = (
     Order("S, O: tensor cores -> threads", "commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld"),
-    Order(
-        "P, rescaled O: threads -> tensor cores",
-        "tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after_thread_sync",
-    ),
+    Order("P, O: threads -> tensor cores", "tcgen05.st, wait::st, fence::before, arrival -> wait, fence::after"),
     Order("S, O: read -> overwritten", "tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after"),
     Order("Q, K, V: TMA -> tensor cores", "mbarrier; read -> overwritten: commit -> wait, TMA"),
-    Order(
-        "O in shared memory: threads -> TMA",
-        "st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait",
-    ),
-)
-_ORDER_OF_TILES = Order(
-    "tiles -> second CTA",
-    "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait; read -> overwritten: proxy fence, arrival -> wait",
+    Order("O in shared memory: threads -> TMA", "st.shared, fence.proxy.async, named barrier, TMA; then bulk wait"),
 )
 
 
@@ -125,7 +116,7 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
             Columns("S", c.first_S(0), 2 * SCORE_COLUMNS, "scores of two units; P in the first half of its S"),
             Columns("O", c.first_O(0), parts * c.tile_dv, "O of each part"),
         ),
-        orders=(*_ORDERS, _ORDER_OF_TILES) if pair else _ORDERS,
+        orders=(*_ORDERS, TILES_IN_ORDER) if pair else _ORDERS,
     )
     assert schedule.num_bytes <= SHARED_MEMORY
     return schedule

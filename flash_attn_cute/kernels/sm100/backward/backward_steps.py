@@ -2,7 +2,7 @@
 
 from flash_attn_cute.kernels.schedule import Order, Step
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
-from flash_attn_cute.kernels.sm100.config import CTAS
+from flash_attn_cute.kernels.sm100.config import CTAS, TILES_IN_ORDER
 
 _TIMELINES = {
     (1, 1): """
@@ -34,34 +34,18 @@ second pass    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1
 _READ = "tcgen05.ld, wait::ld"
 _ORDERS = (
     Order("S, dP, dQ, dV, dK: tensor cores -> threads", f"commit -> wait, tcgen05.fence::after_thread_sync, {_READ}"),
-    Order(
-        "P, dS: threads -> tensor cores",
-        "tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after",
-    ),
+    Order("P, dS: threads -> tensor cores", "tcgen05.st, wait::st, fence::before, arrival -> wait, fence::after"),
     Order("S, dQ, dV, dK: read -> overwritten", f"{_READ}, fence::before, arrival -> wait, fence::after"),
-    Order(
-        "operands, lse, delta: TMA -> all",
-        "mbarrier; read -> overwritten: commits; fence.proxy.async, arrivals -> wait, TMA",
-    ),
-    Order(
-        "dS in shared memory: threads -> tensor cores",
-        "st.shared, fence.proxy.async, arrival -> wait; then commit -> wait",
-    ),
+    Order("operands, stats: TMA -> all", "mbarrier; read -> overwritten: commits; proxy fence, arrivals -> wait, TMA"),
+    Order("dS in shared memory -> tensor cores", "st.shared, proxy fence, arrival -> wait; then commit -> wait"),
     Order("pieces of dQ: threads -> TMA", "st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait"),
-    Order(
-        "dK, dV in shared memory: threads -> TMA", "st.shared, fence.proxy.async, named barrier, TMA; then bulk wait"
-    ),
+    Order("dK, dV in shared memory: threads -> TMA", "st.shared, proxy fence, named barrier, TMA; then bulk wait"),
     Order("dQ in the workspace", "``common.semaphores``"),
 )
 _ORDERS_OF_PAIRS = (
-    Order(
-        "dS that is sent: threads -> bulk copy", "st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait"
-    ),
+    Order("dS that is sent: threads -> bulk copy", "st.shared, proxy fence, __syncwarp; then commit of dQ -> wait"),
     Order("dS of the other CTA -> tensor cores", "bulk copy, mbarrier -> wait by its mma warp, arrival -> wait"),
-    Order(
-        "tiles -> second CTA",
-        "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait; read -> overwritten: proxy fence, arrival -> wait",
-    ),
+    TILES_IN_ORDER,
 )
 _ORDERS_OF_KEYS = (
     Order("K in shared memory -> threads", "mbarrier -> wait, ld.shared"),
