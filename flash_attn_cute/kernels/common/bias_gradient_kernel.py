@@ -1,5 +1,6 @@
 """The bias-gradient kernel, on the host, and the float32 sums of CTAs that share a tile of the gradient."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class BiasGradientKernel(MainKernel):
         tma = tuple(self.loaded_tiles(name, x) for name, x in tensors)
         self.Storage = self.memory.struct()
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        tables, ctas = self.tables(a, stream), self.map.num_owners(a)
+        tables, ctas = self.tables(a, stream), math.prod(self.map.owners(a))
         # Lse and delta (lse or delta, head, block, query), which the backward pass left at the start of its workspace.
         stats, partial_sums = (2, a.mQ.shape[-2], a.numbers.num_m_blocks, c.stats_m), None
         mStats = carved(a.mWorkspace, {"mStats": stats}, Float32)["mStats"]

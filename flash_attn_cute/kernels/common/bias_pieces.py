@@ -137,8 +137,8 @@ class PieceMap:
         return entries, blocks
 
     @cute.jit
-    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
-        """Number of gradient tiles over batch, queries, heads and keys."""
+    def owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
+        """Number of gradient tiles over batch, queries, heads and keys; a CTA, or one a split, has each."""
         c, n = self.config, a.numbers
         entries, blocks = self.queries_of(a)
         entries = Int32(1) if n.sums_batch > 0 else entries
@@ -146,16 +146,10 @@ class PieceMap:
         return entries, blocks, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], c.tile_n)
 
     @cute.jit
-    def num_owners(self, a: BiasGradientArguments) -> Int32:
-        """Number of CTAs, splits not counted."""
-        entries, blocks, heads, n_blocks = self._owners(a)
-        return entries * blocks * heads * n_blocks
-
-    @cute.jit
     def owner(self, a: BiasGradientArguments) -> Owner:
         """The tile and the pieces of this CTA."""
         index, _, _ = cute.arch.block_idx()
-        entries, blocks, heads, n_blocks = self._owners(a)
+        entries, blocks, heads, n_blocks = self.owners(a)
         n_block, index = index % n_blocks, index // n_blocks
         head, index = index % heads, index // heads
         block, index = index % blocks, index // blocks
