@@ -112,11 +112,16 @@ def words() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A condition on features, as the tables of configurations have it: all of these words, and none of those."""
+    """A condition on calls, as the tables of configurations have it: all of these features, and none of those."""
 
     needs: str = ""
     without: str = ""
+    rows: int = 0  # of a sequence, at least
+    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
 
-    def fits(self, features: Features) -> bool:
+    def fits(self, features: Features, rows: int = 0, window: int | None = None) -> bool:
+        """Whether a call with these features and rows fits. A window of None does not bound both sides."""
         needed, unwanted = (all_of.split() for all_of in (self.needs, self.without))
+        if rows < self.rows or (window is not None and window < self.window):
+            return False
         return all(getattr(features, n) for n in needed) and not any(getattr(features, n) for n in unwanted)

@@ -48,8 +48,3 @@ class Sm100Config:
 def tile_columns(head_dim: int) -> int:
     """Columns of the narrowest tile that a head dimension fits."""
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
-
-
-def is_wide(window: int | None, least: int) -> bool:
-    """Whether a query attends to so many keys. A window of None does not bound both sides."""
-    return window is None or window >= least

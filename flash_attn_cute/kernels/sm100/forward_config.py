@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.features import Case, Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, SCORE_COLUMNS, TARGETS, Sm100Config, is_wide, tile_columns
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, SCORE_COLUMNS, TARGETS, Sm100Config, tile_columns
 
 O_STAGES = 2  # pieces of O in shared memory
 WINDOW = 32  # blocks of keys in a window of the block iterator
@@ -105,15 +105,12 @@ class _ForwardTile(NamedTuple):
     v_stages: int
     o_in_q: bool = False
     ctas_a_tile: int = 1
-    queries: int = 0  # of a sequence, at least
-    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
     case: Case = Case()
 
     def fits(self, columns: int, columns_v: int, features: Features, queries: int, window: int | None) -> bool:
         """Whether it serves a call. Of v's columns each CTA has 64, or a multiple of it."""
         fits_v = self.tile_dv >= columns_v and columns_v % (64 * self.ctas_a_tile) == 0
-        is_long = self.queries <= queries and is_wide(window, self.window)
-        return self.tile_d == columns and fits_v and is_long and self.case.fits(features)
+        return self.tile_d == columns and fits_v and self.case.fits(features, queries, window)
 
 
 # The first row that fits is chosen. Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q
@@ -126,12 +123,12 @@ _TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
     _ForwardTile(128, 128, 2, 128, 2, 2),
-    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case(without=f"left right {_TENSORS}")),
-    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, window=768, case=Case(without=_TENSORS)),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, case=Case(without=f"left right {_TENSORS}", rows=512)),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, case=Case(without=_TENSORS, rows=2048, window=768)),
     _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
     _ForwardTile(192, 192, 1, 64, 2, 4),
-    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=256, case=Case(without=f"right {_TENSORS}")),
-    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case("right", without=_TENSORS)),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, case=Case(without=f"right {_TENSORS}", rows=256)),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, case=Case("right", without=_TENSORS, rows=512)),
     _ForwardTile(256, 256, 1, 64, 2, 2),
 )
 
@@ -155,5 +152,5 @@ def forward_config(
     columns_v = tile_columns(head_dim_v)
     columns = max(tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))._asdict()
-    del tile["queries"], tile["window"], tile["case"]
+    del tile["case"]
     return ForwardConfig(target=target, dtype=dtype, features=features, **tile | {"tile_dv": columns_v})

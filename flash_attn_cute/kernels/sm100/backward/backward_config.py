@@ -15,7 +15,6 @@ from flash_attn_cute.kernels.sm100.config import (
     TARGETS,
     TENSOR_COLUMNS,
     Sm100Config,
-    is_wide,
     tile_columns,
 )
 
@@ -218,13 +217,11 @@ class _BackwardTile(NamedTuple):
     q_stages: int
     do_stages: int
     ctas_a_tile: int = 1
-    keys: int = 0  # of a sequence, at least
-    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
     case: Case = Case()
 
     def fits(self, columns: int, columns_v: int, features: Features, keys: int, window: int | None) -> bool:
-        is_long = self.keys <= keys and is_wide(window, self.window)
-        return self.tile_d == columns and self.tile_dv >= columns_v and is_long and self.case.fits(features)
+        fits_columns = self.tile_d == columns and self.tile_dv >= columns_v
+        return fits_columns and self.case.fits(features, keys, window)
 
 
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
@@ -234,17 +231,17 @@ class _BackwardTile(NamedTuple):
 # of 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, window=768, case=Case(without="bias listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, case=Case(without="left right bias listed", rows=1024)),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, case=Case(without="bias listed", rows=2048, window=768)),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
-    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, window=640, case=Case(without="bias listed")),
+    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, case=Case(without="left right bias listed", rows=512)),
+    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, case=Case(without="bias listed", rows=1024, window=640)),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, window=128, case=Case(without="bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, case=Case(without="left right bias listed", rows=256)),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, case=Case(without="bias listed", rows=512, window=128)),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, window=64, case=Case(without="bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, case=Case(without="left right bias listed", rows=256)),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, case=Case(without="bias listed", rows=512, window=64)),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 
@@ -265,7 +262,7 @@ def backward_config(
     columns_v = tile_columns(head_dim_v)
     columns = max(tile_columns(head_dim), columns_v)
     tile = next(t for t in _BACKWARD_TILES if t.fits(columns, columns_v, features, keys, window))._asdict()
-    del tile["keys"], tile["window"], tile["case"]
+    del tile["case"]
     # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
     # all would be known too early, and spill.
     is_uniform = features.uniform_bias and not features.softcap

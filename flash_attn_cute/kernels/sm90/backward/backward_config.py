@@ -212,14 +212,15 @@ class _BackwardTile(NamedTuple):
     short_steps: bool
     registers: tuple[int, int] = (24, 240)
     halves_dV: bool = False
-    least_keys: int = 0  # of a sequence
 
 
 # Every query attends to every key; only variants that have been timed.
-_FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic")
-_FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
-_FULL_GROUPED_IN_ORDER = Case("grouped deterministic", without="right left softcap bias mask block_mask packed wide")
 _LONG = 8192  # keys of a sequence, from which on full masks at d = 128 have a row of their own
+_FULL = Case(without="right left softcap bias mask block_mask packed wide deterministic", rows=_LONG)
+_FULL_UNGROUPED = Case(without="right left softcap bias mask block_mask packed wide grouped")
+_FULL_GROUPED_IN_ORDER = Case(
+    "grouped deterministic", without="right left softcap bias mask block_mask packed wide", rows=_LONG // 2
+)
 
 # d = 128: blocks of 80 queries read K and V a fifth less often, but leave room for one K alone, so that tiles do not
 # overlap. Full masks over 8k and 16k keys are 0.6 to 2.6 % faster on an H100. On an H200 those of grouped heads are 5
@@ -243,8 +244,8 @@ _BACKWARD_TILES = (
     _BackwardTile(128, Case("float32_bias", without="uniform_bias"), 64, 16, True),
     _BackwardTile(128, Case("uniform_bias"), 64, 16, True),
     _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
-    _BackwardTile(128, _FULL, 80, 16, True, least_keys=_LONG),
-    _BackwardTile(128, _FULL_GROUPED_IN_ORDER, 80, 16, True, least_keys=_LONG // 2),
+    _BackwardTile(128, _FULL, 80, 16, True),
+    _BackwardTile(128, _FULL_GROUPED_IN_ORDER, 80, 16, True),
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
@@ -353,8 +354,7 @@ def backward_config(
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
         return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
-    fitting = (t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
-    row = next(t for t in fitting if keys >= t.least_keys)
+    row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features, keys))
     in_order = features.deterministic or low_contention or _adds_in_order(features, keys)
     features = replace(features, deterministic=in_order)
     # Warpgroup 0 has more to keep where it copies rows of a bias, loads its tiles and stores theirs of dS under a right
