@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.schedule import (
     operand,
 )
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
-from flash_attn_cute.kernels.sm100.backward.backward_steps import orders_of, steps_of, timeline_of
+from flash_attn_cute.kernels.sm100.backward.backward_steps import TIMELINES, orders_of, steps_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     CTAS,
@@ -68,7 +68,7 @@ def backward_schedule(config: BackwardConfig) -> Schedule:
         pipelines=_pipelines(c, *roles),
         shared=_buffers(c),
         steps=steps_of(c),
-        timeline=timeline_of(c),
+        timeline=TIMELINES[c.num_passes, ctas],
         tensor_memory=_columns(c),
         orders=orders_of(c),
     )

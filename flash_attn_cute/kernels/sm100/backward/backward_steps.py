@@ -4,7 +4,7 @@ from flash_attn_cute.kernels.schedule import Order, Step
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.config import CTAS, TILES_IN_ORDER
 
-_TIMELINES = {
+TIMELINES = {  # of the steady state, by passes and CTAs of a tile
     (1, 1): """
 tensor cores   S0 dP0 | dV0 S1 dK0 | dQ0 dP1 | dV1 S2 dK1 | dQ1 dP2 ...
 compute          P0     dS0      P1            dS1      P2
@@ -54,56 +54,6 @@ _ORDERS_OF_KEYS = (
 )
 
 
-def timeline_of(c: BackwardConfig) -> str:
-    """Picture of a configuration's steady state."""
-    return _TIMELINES[c.num_passes, c.ctas_a_tile]
-
-
-def orders_of(c: BackwardConfig) -> tuple[Order, ...]:
-    """Orders between proxies, threads and CTAs in a configuration."""
-    pair = _ORDERS_OF_PAIRS if c.ctas_a_tile == CTAS else ()
-    return (*_ORDERS, *(_ORDERS_OF_KEYS if c.holds_keys else ()), *pair)
-
-
-def steps_of(c: BackwardConfig) -> tuple[Step, ...]:
-    """Steps of a tile, and of each block t of its queries, of every role."""
-    variants = {(1, 1): _one_pass, (2, 1): _two_passes, (1, 2): _pair, (2, 2): _pair_in_two_passes}
-    listed, transposed = c.features.listed, c.transposes_dQ
-    entries = (
-        Step("producer", "entries.empty", "publishes where the block is, and its code", "entries.full"),
-        Step("producer", "turns.empty", "publishes where its dQ is added, and when", "turns.full"),
-        Step("compute", "entries.full", "reads the entry", "entries.empty"),
-        Step("adding", "turns.full", "reads the turn", "turns.empty"),
-    )
-    drain_to = "by columns" if transposed else "by rows"
-    return (
-        Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
-        *(_released_once_a_tile("producer") if c.ctas_a_tile == CTAS else ()),
-        *(entries if listed else ()),
-        *variants[c.num_passes, c.ctas_a_tile](c),
-        *(step for role in ("mma", "compute", "drain", "adding") for step in _released_once_a_tile(role)),
-        Step("drain", "dq.full", "loads dQ(t)", "dq.empty"),
-        Step(
-            "drain",
-            "pieces_even.empty, pieces_odd.empty",
-            f"stores dQ(t) in pieces, {drain_to}",
-            "pieces_even.full, pieces_odd.full",
-        ),
-        Step(
-            "adding",
-            "pieces_even.full, pieces_odd.full, the block's turn",
-            "adds a piece by TMA; at the last one, signals the next turn",
-            "pieces_even.empty, pieces_odd.empty",
-        ),
-    )
-
-
-def _released_once_a_tile(role: str) -> tuple[Step, ...]:
-    return (
-        Step(role, "tiles.full", "once a tile: reads its fields, and releases them behind the last use", "tiles.empty"),
-    )
-
-
 def _out(what: str, ring: str, place: str) -> Step:
     """A result on its way out: from tensor memory, through the place of an operand."""
     return Step(
@@ -114,45 +64,85 @@ def _out(what: str, ring: str, place: str) -> Step:
     )
 
 
-def _one_pass(c: BackwardConfig) -> tuple[Step, ...]:
-    del c
-    return (
-        Step("producer", "k.empty", "once a tile: loads K", "k.full"),
-        Step("producer", "q.empty", "loads Q(t) and lse", "q.full"),
-        Step("producer", "v.empty", "once a tile, behind its first Q: loads V", "v.full"),
-        Step("producer", "do.empty", "loads dO(t) and delta", "do.full"),
-        Step("mma", "k.full, q.full", "issues S(t+1)", "scores.full"),
-        Step("mma", "dp.empty, dk.empty once a tile", "issues dK(t)", "q.empty"),
-        Step("mma", "dq.empty", "issues dQ(t)", "dq.full"),
-        Step("mma", "v.full, do.full", "issues dP(t+1)", "dp.full"),
-        Step("mma", "scores.empty, dv.empty once a tile", "issues dV(t+1)", "do.empty"),
-        Step("mma", "", "commits behind a tile's last dV, and its last dQ", "dv.full, dk.full"),
-        Step("compute", "scores.full, q.full", "P(t) in the place of S(t)", "scores.empty, q.empty"),
-        Step("compute", "dp.full, do.full", "dS(t) in the place of dP(t), and in shared memory", "dp.empty, do.empty"),
-        _out("dV", "dv", "v"),
-        _out("dK", "dk", "k"),
+def _released_once_a_tile(role: str) -> Step:
+    return Step(
+        role, "tiles.full", "once a tile: reads its fields, and releases them behind the last use", "tiles.empty"
     )
 
 
-def _two_passes(c: BackwardConfig) -> tuple[Step, ...]:
-    del c
+_ONE_PASS = (
+    Step("producer", "k.empty", "once a tile: loads K", "k.full"),
+    Step("producer", "q.empty", "loads Q(t) and lse", "q.full"),
+    Step("producer", "v.empty", "once a tile, behind its first Q: loads V", "v.full"),
+    Step("producer", "do.empty", "loads dO(t) and delta", "do.full"),
+    Step("mma", "k.full, q.full", "issues S(t+1)", "scores.full"),
+    Step("mma", "dp.empty, dk.empty once a tile", "issues dK(t)", "q.empty"),
+    Step("mma", "dq.empty", "issues dQ(t)", "dq.full"),
+    Step("mma", "v.full, do.full", "issues dP(t+1)", "dp.full"),
+    Step("mma", "scores.empty, dv.empty once a tile", "issues dV(t+1)", "do.empty"),
+    Step("mma", "", "commits behind a tile's last dV, and its last dQ", "dv.full, dk.full"),
+    Step("compute", "scores.full, q.full", "P(t) in the place of S(t)", "scores.empty, q.empty"),
+    Step("compute", "dp.full, do.full", "dS(t) in the place of dP(t), and in shared memory", "dp.empty, do.empty"),
+    _out("dV", "dv", "v"),
+    _out("dK", "dk", "k"),
+)
+_TWO_PASSES = (
+    Step("producer", "k.empty", "once a tile: loads K", "k.full"),
+    Step("producer", "q.empty", "loads Q(t), lse and delta", "q.full"),
+    Step("producer", "do.empty", "loads dO(t)", "do.full"),
+    Step("producer", "v.empty", "once a tile, behind the first pass: loads V", "v.full"),
+    Step("mma", "k.full, q.full", "first pass: issues S(t+1)", "scores.full, q.empty"),
+    Step("mma", "do.full, scores.empty, dk.empty once a tile", "first pass: issues dV(t)", "do.empty"),
+    Step("mma", "scores.empty, dv.empty once a tile", "second pass: issues dK(t)", "q.empty"),
+    Step("mma", "v.full, do.full", "second pass: issues dP(t+1)", "scores.full, do.empty"),
+    Step("mma", "dq.empty", "second pass: issues dQ(t)", "dq.full"),
+    Step("mma", "q.full", "second pass: issues S(t+1)", "scores.full"),
+    Step("mma", "", "commits behind the last dV, and the last S", "dv.full, dk.full"),
+    Step("compute", "q.full, scores.full", "first pass: P(t) in the place of S(t)", "scores.empty, q.empty"),
+    _out("dV", "dv", "v"),
+    Step("compute", "q.full, scores.full", "second pass: loads S(t), P(t)", "scores.empty"),
+    Step("compute", "scores.full", "second pass: dS(t) in the place of dP(t)", "scores.empty, q.empty"),
+    _out("dK", "dk", "k"),
+)
+
+
+def orders_of(c: BackwardConfig) -> tuple[Order, ...]:
+    """Orders between proxies, threads and CTAs in a configuration."""
+    pair = _ORDERS_OF_PAIRS if c.ctas_a_tile == CTAS else ()
+    return (*_ORDERS, *(_ORDERS_OF_KEYS if c.holds_keys else ()), *pair)
+
+
+def steps_of(c: BackwardConfig) -> tuple[Step, ...]:
+    """Steps of a tile, and of each block t of its queries, of every role."""
+    if c.ctas_a_tile == CTAS:
+        steps = _pair_in_two_passes(c) if c.num_passes == 2 else _pair(c)
+    else:
+        steps = _TWO_PASSES if c.num_passes == 2 else _ONE_PASS
+    entries = (
+        Step("producer", "entries.empty", "publishes where the block is, and its code", "entries.full"),
+        Step("producer", "turns.empty", "publishes where its dQ is added, and when", "turns.full"),
+        Step("compute", "entries.full", "reads the entry", "entries.empty"),
+        Step("adding", "turns.full", "reads the turn", "turns.empty"),
+    )
     return (
-        Step("producer", "k.empty", "once a tile: loads K", "k.full"),
-        Step("producer", "q.empty", "loads Q(t), lse and delta", "q.full"),
-        Step("producer", "do.empty", "loads dO(t)", "do.full"),
-        Step("producer", "v.empty", "once a tile, behind the first pass: loads V", "v.full"),
-        Step("mma", "k.full, q.full", "first pass: issues S(t+1)", "scores.full, q.empty"),
-        Step("mma", "do.full, scores.empty, dk.empty once a tile", "first pass: issues dV(t)", "do.empty"),
-        Step("mma", "scores.empty, dv.empty once a tile", "second pass: issues dK(t)", "q.empty"),
-        Step("mma", "v.full, do.full", "second pass: issues dP(t+1)", "scores.full, do.empty"),
-        Step("mma", "dq.empty", "second pass: issues dQ(t)", "dq.full"),
-        Step("mma", "q.full", "second pass: issues S(t+1)", "scores.full"),
-        Step("mma", "", "commits behind the last dV, and the last S", "dv.full, dk.full"),
-        Step("compute", "q.full, scores.full", "first pass: P(t) in the place of S(t)", "scores.empty, q.empty"),
-        _out("dV", "dv", "v"),
-        Step("compute", "q.full, scores.full", "second pass: loads S(t), P(t)", "scores.empty"),
-        Step("compute", "scores.full", "second pass: dS(t) in the place of dP(t)", "scores.empty, q.empty"),
-        _out("dK", "dk", "k"),
+        Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
+        *((_released_once_a_tile("producer"),) if c.ctas_a_tile == CTAS else ()),
+        *(entries if c.features.listed else ()),
+        *steps,
+        *map(_released_once_a_tile, ("mma", "compute", "drain", "adding")),
+        Step("drain", "dq.full", "loads dQ(t)", "dq.empty"),
+        Step(
+            "drain",
+            "pieces_even.empty, pieces_odd.empty",
+            f"stores dQ(t) in pieces, by {'columns' if c.transposes_dQ else 'rows'}",
+            "pieces_even.full, pieces_odd.full",
+        ),
+        Step(
+            "adding",
+            "pieces_even.full, pieces_odd.full, the block's turn",
+            "adds a piece by TMA; at the last one, signals the next turn",
+            "pieces_even.empty, pieces_odd.empty",
+        ),
     )
 
 
