@@ -46,32 +46,38 @@ class Argument:
         return not self.when or bool(attrgetter(self.when)(config))
 
 
-_ROWS = Argument("", rank=4, align=16)  # as TMA can read them
-_RESULT = replace(_ROWS, float32_if="features.wide")
-_RESIDUAL = Argument("Int8", rank=4, align=16, when="features.residual")
-_SUMS = Argument("Float32", rank=4, align=16)  # of rows
-_ROW_NUMBERS = Argument("Float32", rank=3)
-_DLSE = replace(_ROW_NUMBERS, when="features.dlse")
-_FLOAT, _INT = Argument("Float32"), Argument("Int32")
-_OF_LISTS = replace(_INT, when="features.listed")
-_OF_BLOCKS = replace(_INT, when="features.block_mask")
-_OF_CELLS = replace(_INT, when="stores_dS")
-_OF_KEY_BITS = replace(_INT, when="key_bits")
-_FLOATS, _INTS = Argument("Float32", rank=1), Argument("Int32", rank=1)
-_MAX_LOGITS = replace(_FLOATS, when="features.max_logits")  # (heads,), -inf before; raised
-_SINK = replace(_FLOATS, when="features.sink")  # (heads,)
-_OFFSETS = replace(_INTS, when="features.packed")
-_USED_Q = replace(_INTS, when="features.seqused_q")
-_USED_K = replace(_INTS, when="features.seqused_k")
-_TABLE = replace(_INTS, when="features.block_mask")
-_BITS = replace(_INTS, align=PART_ALIGN, wide=True, when="reorders_bits")
-_SEEN = replace(_INTS, align=8, when="features.intervals")
-_BYTES = Argument("Uint8", rank=1, align=PART_ALIGN, wide=True)
-_MASK = Argument("Uint8", rank=4, of_scores=True, strided=True, when="features.mask")  # 0: hidden
-_ANY_BIAS = replace(_MASK, dtype="", float32_if="features.float32_bias", when="features.bias")
-_BIAS = replace(_ANY_BIAS, strided="features.strided_bias")
-_DBIAS = replace(_ANY_BIAS, strided=False, when="")
-_SELECTED = replace(_MASK, dtype="Int32", when="")
+Rows = Annotated[Any, Argument("", rank=4, align=16)]  # as TMA can read them
+Result = Annotated[Any, Argument("", rank=4, align=16, float32_if="features.wide")]
+Residuals = Annotated[Any, Argument("Int8", rank=4, align=16, when="features.residual")]
+RowSums = Annotated[Any, Argument("Float32", rank=4, align=16)]
+RowNumbers = Annotated[Any, Argument("Float32", rank=3)]
+KeyNumbers = Annotated[Any, Argument("Float32", rank=3, when="features.dbias_of_keys")]
+DLSE = Annotated[Any, Argument("Float32", rank=3, when="features.dlse")]
+Float = Annotated[Any, Argument("Float32")]
+Int = Annotated[Any, Argument("Int32")]
+IntOfLists = Annotated[Any, Argument("Int32", when="features.listed")]
+IntOfBlocks = Annotated[Any, Argument("Int32", when="features.block_mask")]
+IntOfCells = Annotated[Any, Argument("Int32", when="stores_dS")]
+IntOfKeyBits = Annotated[Any, Argument("Int32", when="key_bits")]
+MaxLogits = Annotated[Any, Argument("Float32", rank=1, when="features.max_logits")]  # (heads,), -inf before; raised
+Sink = Annotated[Any, Argument("Float32", rank=1, when="features.sink")]  # (heads,)
+Offsets = Annotated[Any, Argument("Int32", rank=1, when="features.packed")]
+UsedQ = Annotated[Any, Argument("Int32", rank=1, when="features.seqused_q")]
+UsedK = Annotated[Any, Argument("Int32", rank=1, when="features.seqused_k")]
+Counters = Annotated[Any, Argument("Int32", rank=1)]  # of a stream
+Table = Annotated[Any, Argument("Int32", rank=1, when="features.block_mask")]
+BitTiles = Annotated[Any, Argument("Int32", rank=1, align=16, when="features.block_mask")]
+Intervals = Annotated[Any, Argument("Int32", rank=1, align=8, when="features.intervals")]
+Bits = Annotated[Any, Argument("Int32", rank=1, align=PART_ALIGN, wide=True, when="reorders_bits")]
+Bytes = Annotated[Any, Argument("Uint8", rank=1, align=PART_ALIGN, wide=True)]
+MaskBytes = Annotated[Any, Argument("Uint8", rank=1, align=PART_ALIGN, wide=True, when="features.mask")]
+SplitBytes = Annotated[Any, Argument("Uint8", rank=1, align=PART_ALIGN, wide=True, when="split")]
+_SCORES = Argument("", rank=4, of_scores=True, strided=True)
+_BIAS = replace(_SCORES, float32_if="features.float32_bias", when="features.bias")
+Mask = Annotated[Any, replace(_SCORES, dtype="Uint8", when="features.mask")]  # 0: hidden
+AnyBias = Annotated[Any, _BIAS]
+Bias = Annotated[Any, replace(_BIAS, strided="features.strided_bias")]
+Selected = Annotated[Any, replace(_SCORES, dtype="Int32")]
 
 
 class BlockArguments(NamedTuple):
@@ -80,148 +86,148 @@ class BlockArguments(NamedTuple):
     Forward passes and those of a bias's gradient read rows, backward passes columns.
     """
 
-    mSpans: Annotated[Any, _TABLE]  # (lists, first entry and how many)
-    mEntries: Annotated[Any, _TABLE]  # (entries, block and tile; backward also the turn)
-    mTiles: Annotated[Any, replace(_TABLE, align=16)]  # (tiles, 128 queries, 4 words)
-    mBits: Annotated[Any, _BITS]  # room for the same in the order of registers
+    mSpans: Table  # (lists, first entry and how many)
+    mEntries: Table  # (entries, block and tile; backward also the turn)
+    mTiles: BitTiles  # (tiles, 128 queries, 4 words)
+    mBits: Bits  # room for the same in the order of registers
 
 
 class ForwardNumbers(NamedTuple):
     """Numbers of a forward pass that a plan fixes before there are tensors."""
 
-    softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
-    softcap: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    rows_a_slot: Annotated[Any, _INT]  # query rows of an entry of mask and bias
-    lists_batch: Annotated[Any, _OF_LISTS]  # lists of blocks there are over the batch, heads and tiles of queries;
-    lists_heads: Annotated[Any, _OF_LISTS]  # 1 where all share them
-    lists_tiles: Annotated[Any, _OF_LISTS]
-    lists_group: Annotated[Any, _OF_BLOCKS]  # heads that follow each other and share the lists of a block mask
-    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
-    num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
+    softmax_scale: Float  # not 0: a product with infinity must be infinite
+    softcap: Float
+    window_left: Int
+    window_right: Int
+    rows_a_slot: Int  # query rows of an entry of mask and bias
+    lists_batch: IntOfLists  # lists of blocks there are over the batch, heads and tiles of queries;
+    lists_heads: IntOfLists  # 1 where all share them
+    lists_tiles: IntOfLists
+    lists_group: IntOfBlocks  # heads that follow each other and share the lists of a block mask
+    heads_in_cache: Int  # heads whose tiles run together
+    num_sms: Int  # as many CTAs, where a CTA takes several tiles
 
 
 class ForwardArguments(NamedTuple):
     """Arguments of a forward pass."""
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, _RESULT]
-    mResidual: Annotated[Any, _RESIDUAL]
-    mLSE: Annotated[Any, _ROW_NUMBERS]
-    mMaxLogits: Annotated[Any, _MAX_LOGITS]
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mSink: Annotated[Any, _SINK]
-    mMask: Annotated[Any, _MASK]
-    mBias: Annotated[Any, _BIAS]
-    mWorkspace: Annotated[Any, replace(_BYTES, when="features.mask")]  # room for what is made of a mask
-    mNextTile: Annotated[Any, replace(_INTS, when="persistent")]  # counters of a stream; takes the first
+    mQ: Rows
+    mK: Rows
+    mV: Rows
+    mO: Result
+    mResidual: Residuals
+    mLSE: RowNumbers
+    mMaxLogits: MaxLogits
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mSink: Sink
+    mMask: Mask
+    mBias: Bias
+    mWorkspace: MaskBytes  # room for what is made of a mask
+    mNextTile: Annotated[Any, Argument("Int32", rank=1, when="persistent")]  # counters of a stream; takes the first
     blocks: BlockArguments
-    mIntervals: Annotated[Any, _SEEN]  # (batch, query, first key and that behind the last), flattened
+    mIntervals: Intervals  # (batch, query, first key and that behind the last), flattened
     numbers: ForwardNumbers
 
 
 class BackwardNumbers(NamedTuple):
     """Numbers of a backward pass that a plan fixes."""
 
-    softmax_scale: Annotated[Any, _FLOAT]
-    softcap: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    rows_a_slot: Annotated[Any, _INT]
-    lists_batch: Annotated[Any, _OF_LISTS]
-    lists_heads: Annotated[Any, _OF_LISTS]
-    lists_tiles: Annotated[Any, _OF_LISTS]
-    lists_group: Annotated[Any, _OF_BLOCKS]
-    orders_batch: Annotated[Any, _OF_BLOCKS]  # launch orders there are over the batch and key heads, likewise
-    orders_heads: Annotated[Any, _OF_BLOCKS]
-    num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
-    num_n_blocks: Annotated[Any, _INT]
-    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
-    sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
-    heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
-    num_sms: Annotated[Any, _INT]
-    num_cells: Annotated[Any, _OF_CELLS]  # of dS in the workspace (``common.ds_cells``)
-    cells_a_chunk: Annotated[Any, _OF_CELLS]  # in which the last section of a chunk begins
-    num_chunks: Annotated[Any, _OF_CELLS]  # of heads, at the most
+    softmax_scale: Float
+    softcap: Float
+    window_left: Int
+    window_right: Int
+    rows_a_slot: Int
+    lists_batch: IntOfLists
+    lists_heads: IntOfLists
+    lists_tiles: IntOfLists
+    lists_group: IntOfBlocks
+    orders_batch: IntOfBlocks  # launch orders there are over the batch and key heads, likewise
+    orders_heads: IntOfBlocks
+    num_m_blocks: Int  # of a head, over all sequences, in the workspace
+    num_n_blocks: Int
+    heads_in_cache: Int  # heads whose tiles run together: a section
+    sections: Int  # of so many heads each; all that are left come together
+    heads_a_tile: Int  # query heads of a group whose dK and dV a tile sums, if grouped
+    num_sms: Int
+    num_cells: IntOfCells  # of dS in the workspace (``common.ds_cells``)
+    cells_a_chunk: IntOfCells  # in which the last section of a chunk begins
+    num_chunks: IntOfCells  # of heads, at the most
 
 
 class BackwardArguments(NamedTuple):
     """Arguments of a backward pass."""
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, _ROWS]
-    mResidual: Annotated[Any, _RESIDUAL]
-    mdO: Annotated[Any, _ROWS]
-    mLSE: Annotated[Any, _ROW_NUMBERS]
-    mdLSE: Annotated[Any, _DLSE]
-    mdQ: Annotated[Any, _RESULT]
-    mdK: Annotated[Any, _RESULT]
-    mdV: Annotated[Any, _RESULT]
-    mdBias: Annotated[Any, replace(_DBIAS, when="features.dbias")]
-    mdBiasOfKeys: Annotated[Any, replace(_ROW_NUMBERS, when="features.dbias_of_keys")]  # (batch, heads, keys), zeros
-    mWorkspace: Annotated[Any, _BYTES]  # of the configuration's ``workspace_size``; holds anything
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mMask: Annotated[Any, _MASK]
-    mBias: Annotated[Any, _ANY_BIAS]
-    mNextTile: Annotated[Any, _INTS]  # counters of a stream: of tiles, of blocks of dQ to round, and to zero
+    mQ: Rows
+    mK: Rows
+    mV: Rows
+    mO: Rows
+    mResidual: Residuals
+    mdO: Rows
+    mLSE: RowNumbers
+    mdLSE: DLSE
+    mdQ: Result
+    mdK: Result
+    mdV: Result
+    mdBias: Annotated[Any, replace(_BIAS, strided=False, when="features.dbias")]
+    mdBiasOfKeys: KeyNumbers  # (batch, heads, keys), zeros
+    mWorkspace: Bytes  # of the configuration's ``workspace_size``; holds anything
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mMask: Mask
+    mBias: AnyBias
+    mNextTile: Counters  # counters of a stream: of tiles, of blocks of dQ to round, and to zero
     blocks: BlockArguments
     # Of a block mask, flattened: blocks of keys as they are launched, of batch entries and key heads that differ, and
     # how many tiles add to each block of queries, of lists that differ.
-    mLaunchOrder: Annotated[Any, _TABLE]
-    mContributors: Annotated[Any, replace(_TABLE, strided=True)]
-    mIntervals: Annotated[Any, _SEEN]  # (batch, key, first query and that behind the last), flattened
+    mLaunchOrder: Table
+    mContributors: Annotated[Any, Argument("Int32", rank=1, strided=True, when="features.block_mask")]
+    mIntervals: Intervals  # (batch, key, first query and that behind the last), flattened
     numbers: BackwardNumbers
 
 
 class BiasGradientNumbers(NamedTuple):
     """Numbers of a bias-gradient pass that a plan fixes."""
 
-    softmax_scale: Annotated[Any, _FLOAT]
-    softcap: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    rows_a_slot: Annotated[Any, _INT]
-    lists_batch: Annotated[Any, _OF_LISTS]
-    lists_heads: Annotated[Any, _OF_LISTS]
-    lists_tiles: Annotated[Any, _OF_LISTS]
-    lists_group: Annotated[Any, _OF_BLOCKS]
-    num_m_blocks: Annotated[Any, _INT]  # as in the backward pass
-    entries: Annotated[Any, _INT]  # of a dense batch that the kernels get packed, in equal slots; else 0
-    sequences_an_entry: Annotated[Any, _INT]  # of such a batch
-    sums_batch: Annotated[Any, _INT]  # 1 if the bias is broadcast over the batch, else 0
-    sums_queries: Annotated[Any, _INT]
-    sums_keys: Annotated[Any, _INT]
-    splits: Annotated[Any, _INT]  # CTAs a tile of the gradient
+    softmax_scale: Float
+    softcap: Float
+    window_left: Int
+    window_right: Int
+    rows_a_slot: Int
+    lists_batch: IntOfLists
+    lists_heads: IntOfLists
+    lists_tiles: IntOfLists
+    lists_group: IntOfBlocks
+    num_m_blocks: Int  # as in the backward pass
+    entries: Int  # of a dense batch that the kernels get packed, in equal slots; else 0
+    sequences_an_entry: Int  # of such a batch
+    sums_batch: Int  # 1 if the bias is broadcast over the batch, else 0
+    sums_queries: Int
+    sums_keys: Int
+    splits: Int  # CTAs a tile of the gradient
 
 
 class BiasGradientArguments(NamedTuple):
     """Arguments of a bias-gradient pass, which follows the backward pass."""
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mV: Annotated[Any, _ROWS]
-    mdO: Annotated[Any, _ROWS]
-    mWorkspace: Annotated[Any, _BYTES]  # of the backward pass, which begins with lse and delta
-    mdBias: Annotated[Any, _DBIAS]  # of the bias's own shape
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mMask: Annotated[Any, _MASK]
-    mBias: Annotated[Any, _BIAS]
-    mTables: Annotated[Any, replace(_BYTES, when="features.mask")]  # room for what is made of a mask
-    mSums: Annotated[Any, replace(_BYTES, when="split")]  # and for the sums of CTAs that share a tile
+    mQ: Rows
+    mK: Rows
+    mV: Rows
+    mdO: Rows
+    mWorkspace: Bytes  # of the backward pass, which begins with lse and delta
+    mdBias: Annotated[Any, replace(_BIAS, strided=False, when="")]  # of the bias's own shape
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mMask: Mask
+    mBias: Bias
+    mTables: MaskBytes  # room for what is made of a mask
+    mSums: SplitBytes  # and for the sums of CTAs that share a tile
     blocks: BlockArguments
     numbers: BiasGradientNumbers
 
@@ -229,24 +235,24 @@ class BiasGradientArguments(NamedTuple):
 class SelectionNumbers(NamedTuple):
     """Numbers of a forward pass in which each query selects key blocks."""
 
-    softmax_scale: Annotated[Any, _FLOAT]
-    softcap: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    top: Annotated[Any, _INT]  # ranks of a query: blocks that it selects at the most
-    first_row: Annotated[Any, _INT]  # of a launch, which is for some rows of q, in every batch entry,
-    num_rows: Annotated[Any, _INT]
-    first_unit: Annotated[Any, _INT]  # and some units: heads that are rows of one tile, of one batch entry
-    num_units: Annotated[Any, _INT]
-    sets_batch: Annotated[Any, _INT]  # selections there are over the batch and heads; 1 where all share them
-    sets_heads: Annotated[Any, _INT]
-    columns: Annotated[Any, _INT]  # key blocks of a set, over all sequences
-    parts: Annotated[Any, _INT]  # blocks of the kernels' of which a selected block has keys, at the most
-    block: Annotated[Any, _OF_KEY_BITS]  # keys of a selected block
-    item_picks: Annotated[Any, _INT]  # of an item at the most
-    num_items: Annotated[Any, _INT]  # of a set; see ``kernels.selection.TableSizes``
-    num_chunks: Annotated[Any, _INT]
-    chunk_picks: Annotated[Any, _INT]
+    softmax_scale: Float
+    softcap: Float
+    window_left: Int
+    window_right: Int
+    top: Int  # ranks of a query: blocks that it selects at the most
+    first_row: Int  # of a launch, which is for some rows of q, in every batch entry,
+    num_rows: Int
+    first_unit: Int  # and some units: heads that are rows of one tile, of one batch entry
+    num_units: Int
+    sets_batch: Int  # selections there are over the batch and heads; 1 where all share them
+    sets_heads: Int
+    columns: Int  # key blocks of a set, over all sequences
+    parts: Int  # blocks of the kernels' of which a selected block has keys, at the most
+    block: IntOfKeyBits  # keys of a selected block
+    item_picks: Int  # of an item at the most
+    num_items: Int  # of a set; see ``kernels.selection.TableSizes``
+    num_chunks: Int
+    chunk_picks: Int
 
 
 class SelectionArguments(NamedTuple):
@@ -256,68 +262,68 @@ class SelectionArguments(NamedTuple):
     ``first_row``, plus the block's rank. Sets are over the batch and heads, see ``SelectionNumbers``.
     """
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, _ROWS]
-    mLSE: Annotated[Any, _ROW_NUMBERS]
-    mMaxLogits: Annotated[Any, _MAX_LOGITS]
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mSink: Annotated[Any, _SINK]
-    mSelected: Annotated[Any, _SELECTED]  # (batch, heads, rows, top / parts), of all rows
-    mTables: Annotated[Any, _BYTES]  # room for ``kernels.selection.table_parts``; launches for rows share it
-    mWorkspace: Annotated[Any, _BYTES]  # of ``kernels.selection.workspace_parts``
+    mQ: Rows
+    mK: Rows
+    mV: Rows
+    mO: Rows
+    mLSE: RowNumbers
+    mMaxLogits: MaxLogits
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mSink: Sink
+    mSelected: Selected  # (batch, heads, rows, top / parts), of all rows
+    mTables: Bytes  # room for ``kernels.selection.table_parts``; launches for rows share it
+    mWorkspace: Bytes  # of ``kernels.selection.workspace_parts``
     numbers: SelectionNumbers
 
 
 class SelectionBackwardArguments(NamedTuple):
     """Arguments of a backward pass in which each query selects key blocks, in launches as the forward pass has them."""
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, _ROWS]
-    mdO: Annotated[Any, _ROWS]
-    mLSE: Annotated[Any, _ROW_NUMBERS]
-    mdLSE: Annotated[Any, _DLSE]
-    mdQ: Annotated[Any, _ROWS]
-    mdK: Annotated[Any, _SUMS]  # of all launches so far; this one adds to them
-    mdV: Annotated[Any, _SUMS]
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mSelected: Annotated[Any, _SELECTED]  # as in ``SelectionArguments``
-    mTables: Annotated[Any, _BYTES]
-    mWorkspace: Annotated[Any, _BYTES]  # of ``kernels.selection.backward_workspace_parts``
+    mQ: Rows
+    mK: Rows
+    mV: Rows
+    mO: Rows
+    mdO: Rows
+    mLSE: RowNumbers
+    mdLSE: DLSE
+    mdQ: Rows
+    mdK: RowSums  # of all launches so far; this one adds to them
+    mdV: RowSums
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mSelected: Selected  # as in ``SelectionArguments``
+    mTables: Bytes
+    mWorkspace: Bytes  # of ``kernels.selection.backward_workspace_parts``
     numbers: SelectionNumbers
 
 
 class ColumnSumsNumbers(NamedTuple):
     """Numbers of a pass of column sums that a plan fixes."""
 
-    softmax_scale: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
-    num_sms: Annotated[Any, _INT]
+    softmax_scale: Float
+    window_left: Int
+    window_right: Int
+    heads_in_cache: Int  # heads whose tiles run together
+    num_sms: Int
 
 
 class ColumnSumsArguments(NamedTuple):
     """Arguments of a pass of column sums, which follows a forward pass."""
 
-    mQ: Annotated[Any, _ROWS]
-    mK: Annotated[Any, _ROWS]
-    mLSE: Annotated[Any, _ROW_NUMBERS]
-    mSums: Annotated[Any, _ROW_NUMBERS]  # (batch, heads, seqlen_k) or (heads, total_k), zeros before
-    mCuSeqlensQ: Annotated[Any, _OFFSETS]
-    mCuSeqlensK: Annotated[Any, _OFFSETS]
-    mSeqUsedQ: Annotated[Any, _USED_Q]
-    mSeqUsedK: Annotated[Any, _USED_K]
-    mNextTile: Annotated[Any, _INTS]  # counters of a stream; takes the first
+    mQ: Rows
+    mK: Rows
+    mLSE: RowNumbers
+    mSums: RowNumbers  # (batch, heads, seqlen_k) or (heads, total_k), zeros before
+    mCuSeqlensQ: Offsets
+    mCuSeqlensK: Offsets
+    mSeqUsedQ: UsedQ
+    mSeqUsedK: UsedK
+    mNextTile: Counters  # counters of a stream; takes the first
     numbers: ColumnSumsNumbers
 
 
