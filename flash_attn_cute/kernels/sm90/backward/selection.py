@@ -11,8 +11,7 @@ Above 128 columns a warpgroup has registers for one of the sums. Then the warpgr
 computes P and dS of its own, the first adds to dV by both tiles, and the second to dK.
 
 dQ of a pick, and the sums of an item's warpgroups, go to the workspace. Kernels behind this one add them in a fixed
-order (``common.selection_gradients``): the same bits every time. One ahead computes lse in base 2 and delta
-(``common.selection_preprocess``).
+order: the same bits every time. One ahead computes lse in base 2 and delta (``common.selection_gradients``).
 
 Sums are float32, and so is dQ of float16 operands. With bfloat16 ones dQ is scaled and rounded to float16: 64 columns
 of a row by a power of two that makes their largest magnitude 2^14 to 2^15. It goes through the places of P and dS in
@@ -30,8 +29,11 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.assembly import as_bits, as_float, fma, largest_magnitude, pack
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
-from flash_attn_cute.kernels.common.selection_gradients import SelectionKeyGradients, SelectionQueryGradients
-from flash_attn_cute.kernels.common.selection_preprocess import SelectionPreprocess
+from flash_attn_cute.kernels.common.selection_gradients import (
+    SelectionKeyGradients,
+    SelectionPreprocess,
+    SelectionQueryGradients,
+)
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import TILE_ROWS, backward_workspace_parts
