@@ -39,11 +39,12 @@ class Pass(NamedTuple):
     configure: Callable[..., Any]
     arguments: type  # a class of ``kernels.arguments``
     described_by: str  # "module:name" of what makes, of a configuration, the ``Schedule`` of its main kernel
-    launched_by: str = ""  # "module:name" of the class that launches other kernels as well, if there are such
+    launched_by: str = ""  # "module:name" of a class that launches other kernels beside the main one, if there are such
 
     def make_kernel(self, config: Any) -> Any:
         """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
-        return _imported(self.launched_by)(config) if self.launched_by else self.schedule(config).make_kernel(config)
+        main = self.schedule(config).make_kernel(config)
+        return _imported(self.launched_by)(config, main) if self.launched_by else main
 
     def schedule(self, config: Any) -> "Schedule":
         """Schedule of the main kernel of a configuration."""
@@ -119,9 +120,7 @@ ARCHITECTURES = {
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
                 "forward": _pass("sm100.forward", ForwardArguments),
-                "backward": _pass(
-                    "sm100.backward.backward", BackwardArguments, "sm100.backward.launch:BackwardPassSm100"
-                ),
+                "backward": _pass("sm100.backward.backward", BackwardArguments, "common.main_kernels:BackwardPass"),
                 "bias_gradient": _pass("sm100.backward.bias_gradient", BiasGradientArguments),
             },
             num_sms=148,  # a B200

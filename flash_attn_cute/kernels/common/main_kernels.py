@@ -10,8 +10,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, ForwardArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.key_tiles import num_key_tiles
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.query_tiles import QueryTiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
@@ -127,3 +129,17 @@ class BackwardKernel(MainKernel):
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mdK, mdV, a, ws, scales)
         self.launch(kernel, num_key_tiles(c, a), stream, a.numbers.num_sms, c.ctas_an_sm)
+
+
+class BackwardPass:
+    """The kernels of a backward pass, launched one after the other by one call of compiled code."""
+
+    def __init__(self, config: Any, main: BackwardKernel):
+        self.tables, self.preprocess, self.main = KeyTables(config), Preprocess(config), main
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, stream) -> None:
+        ws = self.tables.begin(a, stream)
+        self.preprocess(a, ws, stream)
+        self.tables.finish(a, ws, stream)
+        self.main(a, ws, stream)

@@ -3,6 +3,8 @@
 The host would take as long again to call each by itself, and to allocate each part of the workspace.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -14,7 +16,6 @@ from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig, BackwardConfig
-from flash_attn_cute.kernels.sm90.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm90.backward.gradient_q import GradientQSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
@@ -23,13 +24,13 @@ from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 class BackwardPassSm90:
     """The kernels of one configuration."""
 
-    def __init__(self, config: BackwardConfig):
+    def __init__(self, config: BackwardConfig, main: Any):
         self.config = c = config
+        self.main = main
         packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c, permuted)
         self.tables = KeyTables(c)
         self.ranges = KeyRanges(c) if c.fixed_point else None
-        self.main = backward_schedule(c).make_kernel(c)
         self.cells, self.gradient_q = (Cells(c), GradientQSm90(c)) if c.stores_dS else (None, None)
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
