@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
@@ -227,7 +227,7 @@ class ColumnSumsSm90(MainKernel):
         gemm(work.mma, work.acc_S[half], work.rK[half], tSrQ, is_first=True)
 
     @cute.jit
-    def _add(self, work: "_Work", half: cutlass.Constexpr, tile_idx: Int32, block: Int32, step: Int32) -> None:
+    def _add(self, work: "_Work", half: Constexpr, tile_idx: Int32, block: Int32, step: Int32) -> None:
         """Masks S of a half where an edge of a window crosses it, and adds P to the sums of its keys."""
         f, acc_S = self.config.features, work.acc_S[half]
         if const_expr(f.left or f.right):

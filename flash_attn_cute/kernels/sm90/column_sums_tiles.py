@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
 from flash_attn_cute.kernels.common import tiles
@@ -27,7 +27,7 @@ class ColumnSumsTile:
 
     @staticmethod
     @cute.jit
-    def at(config: cutlass.Constexpr, a: ColumnSumsArguments, index: Int32) -> "ColumnSumsTile":
+    def at(config: Constexpr, a: ColumnSumsArguments, index: Int32) -> "ColumnSumsTile":
         """The tile of an index: under a causal mask the first keys come first, as most queries attend to them."""
         packed = config.features.packed
         # Packed, all heads of a tile come together.

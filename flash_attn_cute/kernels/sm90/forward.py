@@ -31,7 +31,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
@@ -312,7 +312,7 @@ class ForwardSm90(ForwardKernel):
         work: "_Work",
         stage: Int32,
         entry: Entry | None,
-        edges: cutlass.Constexpr,
+        edges: Constexpr,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
         seen: cute.Tensor | None = None,
@@ -403,8 +403,8 @@ class ForwardSm90(ForwardKernel):
         work: "_Work",
         stage: Int32,
         entry: Entry,
-        edges: cutlass.Constexpr,
-        is_first: cutlass.Constexpr,
+        edges: Constexpr,
+        is_first: Constexpr,
         step: Int32,
         bias_row: cute.Tensor | None,
         seen: cute.Tensor | None = None,
@@ -452,7 +452,7 @@ class ForwardSm90(ForwardKernel):
         work: "_Work",
         entry: Entry,
         place: Place | None,
-        edges: cutlass.Constexpr,
+        edges: Constexpr,
         scale: Float32,
         seen: cute.Tensor | None,
     ) -> None:
@@ -514,7 +514,7 @@ class ForwardSm90(ForwardKernel):
                     mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _raise_max_logits(self, work: "_Work", rows: cutlass.Constexpr, heads: cutlass.Constexpr, stop: Int32) -> None:
+    def _raise_max_logits(self, work: "_Work", rows: Constexpr, heads: Constexpr, stop: Int32) -> None:
         """Raises the heads' largest logits to those of this thread's rows, of rows before ``stop``."""
         mMaxLogits, largest = work.arguments.mMaxLogits, -Float32.inf
         for r in cutlass.range_constexpr(2):

@@ -23,9 +23,8 @@ Q is in registers, which leaves shared memory for three stages at d = 128. O lea
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
@@ -172,9 +171,7 @@ class ForwardHalfBlocksSm90(ForwardSm90):
         return words
 
     @cute.jit
-    def _compute_P(
-        self, work: _Work, first: Int32, second: Int32, words: cute.Tensor, is_first: cutlass.Constexpr
-    ) -> None:
+    def _compute_P(self, work: _Work, first: Int32, second: Int32, words: cute.Tensor, is_first: Constexpr) -> None:
         """Computes P from S: largest logits, softcap, mask, softmax."""
         hides = first & second != FULL
         if const_expr(self.keeps_max_logits):

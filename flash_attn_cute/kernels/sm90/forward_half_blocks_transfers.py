@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Constexpr, Int32
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import EMPTY, FULL, BlockList, Tables
@@ -40,8 +40,8 @@ class Stages:
     """Barriers of a ring whose stages need not be a power of 2."""
 
     barriers: cute.Pointer  # those of full stages, then those of empty ones
-    num: cutlass.Constexpr
-    num_bytes: cutlass.Constexpr  # of a stage
+    num: Constexpr
+    num_bytes: Constexpr  # of a stage
 
     def full(self, stage: Int32) -> cute.Pointer:
         """Barrier at which a stage's data arrive."""
@@ -222,7 +222,7 @@ class HalfBlockTransfers:
     @cute.jit
     def _load(
         self,
-        halves: cutlass.Constexpr,
+        halves: Constexpr,
         tile: QueryTile,
         head_k: Int32,
         tX: RowTiles,
@@ -248,9 +248,7 @@ class HalfBlockTransfers:
             tX.load(gX, cute.local_tile(sX[None, None, stage], (keys, columns), (h, 0)), stages.full(stage))
 
     @cute.jit
-    def _publish(
-        self, halves: cutlass.Constexpr, stage: Int32, phase: Int32, warpgroup: cutlass.Constexpr, number: Int32
-    ) -> None:
+    def _publish(self, halves: Constexpr, stage: Int32, phase: Int32, warpgroup: Constexpr, number: Int32) -> None:
         """Publishes a step to a warpgroup: where it is, and for each half block which scores are visible."""
         ring = self.shared.message_ring(warpgroup)
         fields = self.shared.messages[None, ring.stage(number), warpgroup]
@@ -268,7 +266,7 @@ class HalfBlockTransfers:
             cute.arch.mbarrier_arrive(ring.full(number))
 
     @cute.jit
-    def _end(self, warpgroup: cutlass.Constexpr, number: Int32) -> None:
+    def _end(self, warpgroup: Constexpr, number: Int32) -> None:
         """Publishes to a warpgroup that it has had all steps of a tile."""
         ring = self.shared.message_ring(warpgroup)
         with cute.arch.elect_one():

@@ -7,7 +7,7 @@ apart, and the groups of eight columns.
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.common.assembly import pack
@@ -30,9 +30,9 @@ def gemm(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    is_first: cutlass.Constexpr,
-    is_last: cutlass.Constexpr = True,
-    part: cutlass.Constexpr = (0, 1),
+    is_first: Constexpr,
+    is_last: Constexpr = True,
+    part: Constexpr = (0, 1),
 ) -> None:
     """Adds a product to acc, or begins it. In flight on return: a group of its own, or up to the last one.
 
@@ -73,9 +73,7 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def store_row(
-    rX: cute.Tensor, r: cutlass.Constexpr, gX: cute.Tensor, thread: Int32, first_column: cutlass.Constexpr = 0
-) -> None:
+def store_row(rX: cute.Tensor, r: Constexpr, gX: cute.Tensor, thread: Int32, first_column: Constexpr = 0) -> None:
     """Stores this thread's part of the r-th (0 or 1) of its accumulator rows, in pairs of columns.
 
     ``rX`` is in the dtype of ``gX``, the row's place in global memory, (columns,); columns behind it are left out.
@@ -90,7 +88,7 @@ def store_row(
 
 @cute.jit
 def store_rows(
-    rX: cute.Tensor, gX: cute.Tensor, first: Int32, stop: Int32, thread: Int32, first_column: cutlass.Constexpr = 0
+    rX: cute.Tensor, gX: cute.Tensor, first: Int32, stop: Int32, thread: Int32, first_column: Constexpr = 0
 ) -> None:
     """Stores all rows of this thread to gX.
 
@@ -103,7 +101,7 @@ def store_rows(
 
 
 @cute.jit
-def store_residuals(acc: cute.Tensor, r: cutlass.Constexpr, gR: cute.Tensor, thread: Int32, dtype: type) -> None:
+def store_residuals(acc: cute.Tensor, r: Constexpr, gR: cute.Tensor, thread: Int32, dtype: type) -> None:
     """Stores what this thread's part of the r-th (0 or 1) of its accumulator rows will lose by rounding to ``dtype``.
 
     ``gR`` is the row's place among residuals, (columns,), a multiple of 32; columns behind it are left out.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import copied, fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
@@ -116,9 +116,7 @@ def bias_elements(
 
 
 @cute.jit
-def add_bias(
-    acc_S: cute.Tensor, scales: ScoreScales, bias: cutlass.Constexpr, columns: cutlass.Constexpr = None
-) -> None:
+def add_bias(acc_S: cute.Tensor, scales: ScoreScales, bias: Constexpr, columns: Constexpr = None) -> None:
     """Adds a bias in all columns, or in ``columns``; ``bias(row, column)`` gives an element."""
     scores = rows_and_columns(acc_S)
     chosen = range(cute.size(scores, mode=[1])) if const_expr(columns is None) else columns
@@ -145,7 +143,7 @@ def add_bias_rows(
     rows: RowsOfScores,
     place: Place,
     first_row: Int32,
-    clips_columns: cutlass.Constexpr,
+    clips_columns: Constexpr,
 ) -> None:
     """Adds a bias where rows are queries: from shared memory or, if it is strided, from where it is.
 
@@ -193,7 +191,7 @@ def read_bias_row(shared: SharedBias, step: Int32, cS: cute.Tensor) -> cute.Tens
 
 
 @cute.jit
-def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32, parts: cutlass.Constexpr = 1) -> None:
+def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32, parts: Constexpr = 1) -> None:
     """Masks scores whose bits are 0; a thread's bits are in row order, for one part of the columns after the other."""
     scores = rows_and_columns(acc_S)
     rows, columns = cute.size(scores, mode=[0]), cute.size(scores, mode=[1]) // parts
@@ -253,9 +251,9 @@ def hide(
     cS: cute.Tensor,
     scale_log2: Float32,
     place: Place,
-    edges: cutlass.Constexpr,
-    heads_a_row: cutlass.Constexpr = 1,
-    hides_rows: cutlass.Constexpr = False,
+    edges: Constexpr,
+    heads_a_row: Constexpr = 1,
+    hides_rows: Constexpr = False,
 ) -> None:
     """Masks scores, yet to be multiplied by ``scale_log2``, beyond ``edges`` that can be within these columns.
 
@@ -325,9 +323,7 @@ class SharedTransposed:
 
 
 @cute.jit
-def read_transposed(
-    scores: Scores, place: Place, part: cutlass.Constexpr = 0, parts: cutlass.Constexpr = 1
-) -> Transposed:
+def read_transposed(scores: Scores, place: Place, part: Constexpr = 0, parts: Constexpr = 1) -> Transposed:
     """Reads a bias from global memory, of all columns or of one of some parts: ahead of time, as that takes long."""
     t, coordinates = scores.tensors, rows_and_columns(scores.cS)
     num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
@@ -356,15 +352,15 @@ def read_transposed(
 
 @cute.jit
 def compute_P(
-    config: cutlass.Constexpr,
+    config: Constexpr,
     scores: Scores,
     hides: Boolean,
-    place: cutlass.Constexpr,
-    lse: cutlass.Constexpr,
-    elements: cutlass.Constexpr = (),
+    place: Constexpr,
+    lse: Constexpr,
+    elements: Constexpr = (),
     words: cute.Tensor | None = None,
     seen: cute.Tensor | None = None,
-    half_done: cutlass.Constexpr = None,
+    half_done: Constexpr = None,
 ) -> None:
     """Computes P = exp2(S - lse), masked and rounded, from a block of scores.
 
@@ -424,11 +420,7 @@ def compute_P(
 
 @cute.jit
 def compute_dS(
-    acc_dP: cute.Tensor,
-    P: cutlass.Constexpr,
-    delta: cutlass.Constexpr,
-    rdS: cute.Tensor,
-    row_sums: cute.Tensor | None = None,
+    acc_dP: cute.Tensor, P: Constexpr, delta: Constexpr, rdS: cute.Tensor, row_sums: cute.Tensor | None = None
 ) -> None:
     """Computes dS = P * (dP - delta), without the softmax scale, rounded into rdS.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
@@ -168,7 +168,7 @@ class SelectionSm90(ItemKernel):
         self._store(work, stored, num_picks)
 
     @cute.jit
-    def _store(self, work: "_Work", entries: cutlass.Constexpr, num_picks: Int32) -> None:
+    def _store(self, work: "_Work", entries: Constexpr, num_picks: Int32) -> None:
         """Stores the partial out of a tile's picks, ``entries_of_lanes``, through shared memory and TMA."""
         tO, sO = work.tma.O, work.shared.sO[None, None, work.warpgroup]
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)

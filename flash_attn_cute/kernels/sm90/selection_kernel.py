@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Constexpr, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.common.assembly import set_registers
@@ -82,7 +82,7 @@ class ItemKernel(MainKernel):
         return [entries[(i + lane) % picks] for i in range(0, picks, LANES)]
 
     @cute.jit
-    def entry_of(self, entries: cutlass.Constexpr, number: Int32) -> Int32:
+    def entry_of(self, entries: Constexpr, number: Int32) -> Int32:
         """The entry of a number, which lanes of a warp may choose by themselves, by ``entries_of_lanes``."""
         found = cute.arch.shuffle_sync(entries[0], number % LANES)
         for i in cutlass.range_constexpr(1, len(entries)):
@@ -92,13 +92,7 @@ class ItemKernel(MainKernel):
 
     @cute.jit
     def store_picks(
-        self,
-        tX: RowTiles,
-        sX: cute.Tensor,
-        column: Int32 | int,
-        unit_idx: Int32,
-        entries: cutlass.Constexpr,
-        num_picks: Int32,
+        self, tX: RowTiles, sX: cute.Tensor, column: Int32 | int, unit_idx: Int32, entries: Constexpr, num_picks: Int32
     ) -> None:
         """A warp stores a tile's rows in shared memory to where its picks' are.
 
@@ -138,7 +132,7 @@ class ItemKernel(MainKernel):
                 self.mma(self._item_work(**given, unit_idx=unit_idx, number=number, item=item))
 
     @cute.jit
-    def _set_up(self, tma: cutlass.Constexpr, warp_idx: Int32) -> Any:
+    def _set_up(self, tma: Constexpr, warp_idx: Int32) -> Any:
         """Initialises a CTA's barriers, and returns its shared memory."""
         memory = self.memory
         if warp_idx == 0:
@@ -174,7 +168,7 @@ class ItemKernel(MainKernel):
         )
 
     @cute.jit
-    def mainloop(self, work: cutlass.Constexpr) -> None:
+    def mainloop(self, work: Constexpr) -> None:
         """An mma warpgroup's tiles of an item: every so many."""
         c, item, step = self.config, work.item, Int32(0)
         begin, end, tiles = tiles_of(c, item, work.warpgroup)

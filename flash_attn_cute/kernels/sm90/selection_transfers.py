@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -59,7 +59,7 @@ class Item:
 
     @staticmethod
     @cute.jit
-    def of(a: SelectionArguments, tables: SelectionTables, unit: cutlass.Constexpr, number: Int32) -> "Item":
+    def of(a: SelectionArguments, tables: SelectionTables, unit: Constexpr, number: Int32) -> "Item":
         """Reads an item of a unit's set."""
         fields = cute.make_rmem_tensor(ITEM_FIELDS, Int32)
         cute.autovec_copy(tables.mItems[unit.set, number, None], fields)
@@ -77,11 +77,7 @@ def tiles_of(config: Any, item: Any, warpgroup: Int32) -> tuple[Int32, Int32, in
 
 @cute.jit
 def visible_keys(
-    config: cutlass.Constexpr,
-    a: SelectionArguments,
-    item: cutlass.Constexpr,
-    picks: cutlass.Constexpr,
-    key_bits: cutlass.Constexpr,
+    config: Constexpr, a: SelectionArguments, item: Constexpr, picks: Constexpr, key_bits: Constexpr
 ) -> cute.Tensor:
     """Keys that the queries of some picks attend to, as (first and behind the last, pick).
 
@@ -101,12 +97,7 @@ def visible_keys(
 
 @cute.jit
 def mask_hidden(
-    config: cutlass.Constexpr,
-    acc_S: cute.Tensor,
-    cS: cute.Tensor,
-    visible: cute.Tensor,
-    item: cutlass.Constexpr,
-    nothing: Float32,
+    config: Constexpr, acc_S: cute.Tensor, cS: cute.Tensor, visible: cute.Tensor, item: Constexpr, nothing: Float32
 ) -> None:
     """Masks scores of keys that are not ``visible_keys``: they become ``nothing``."""
     if const_expr(config.key_bits):
@@ -146,7 +137,7 @@ class SelectionTransfers:
             tX.load(tX.at(start, stop, head, batch), sX, ring.full(Int32(0)))
 
     @cute.jit
-    def load_picks(self, loads: cutlass.Constexpr, warpgroup: Int32) -> None:
+    def load_picks(self, loads: Constexpr, warpgroup: Int32) -> None:
         """Loads rows of a warpgroup's tiles, each pick's from where they are.
 
         ``loads`` are TMA tiles over (heads, d, row, batch), and where they go: (row, column, stage, warpgroup). A last
@@ -186,7 +177,7 @@ class SelectionTransfers:
             step += 1
 
     @cute.jit
-    def _load_key_bits(self, picks: cutlass.Constexpr) -> list[cute.Tensor]:
+    def _load_key_bits(self, picks: Constexpr) -> list[cute.Tensor]:
         """Words of each of some picks; none without ``config.key_bits``."""
         found = []
         if const_expr(self.config.key_bits):

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Int32, pipeline
+from cutlass import Boolean, Constexpr, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -30,7 +30,7 @@ def one_of(is_first: Boolean, first: cute.Tensor, second: cute.Tensor) -> cute.T
 
 @cute.jit
 def write(
-    rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32, transposes: cutlass.Constexpr = False
+    rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32, transposes: Constexpr = False
 ) -> None:
     """Writes a warpgroup's rounded accumulator to its tile in shared memory.
 
@@ -43,9 +43,7 @@ def write(
 
 
 @cute.jit
-def read_c(
-    mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32, transposes: cutlass.Constexpr = False
-) -> None:
+def read_c(mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32, transposes: Constexpr = False) -> None:
     """Reads a tile into registers that are laid out as an accumulator's.
 
     ``transposes``: whether it is a transposed view of contiguous rows.

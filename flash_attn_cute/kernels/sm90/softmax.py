@@ -5,7 +5,7 @@ Maxima would be a fifth of a block's instructions, and all others would wait for
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
 from flash_attn_cute.kernels.common.max_logits import larger_P
@@ -26,7 +26,7 @@ class OnlineSoftmax(SoftmaxState):
         acc_S: cute.Tensor,
         rP: cute.Tensor,
         acc_O: cute.Tensor,
-        is_first: cutlass.Constexpr,
+        is_first: Constexpr,
         reference: Float32 | None = None,
     ) -> None:
         """Computes P of a block, rounded into rP, and rescales O where row_max has changed.
@@ -116,7 +116,7 @@ class OnlineSoftmax(SoftmaxState):
         max_P: cute.Tensor | None,
         reference: Float32 | None,
         shifts: cute.Tensor,
-        in_advance: cutlass.Constexpr,
+        in_advance: Constexpr,
     ) -> None:
         """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -368,13 +368,7 @@ class BackwardClusterSm90(BackwardKernel):
 
     @cute.jit
     def _add(
-        self,
-        work: "_Work",
-        tile: KeyTile,
-        accs: list[cute.Tensor],
-        which: cutlass.Constexpr,
-        thread: Int32,
-        barrier: cutlass.Constexpr,
+        self, work: "_Work", tile: KeyTile, accs: list[cute.Tensor], which: Constexpr, thread: Int32, barrier: Constexpr
     ) -> None:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
         c, ws, shared = self.config, work.workspace, work.shared
@@ -401,7 +395,7 @@ class BackwardClusterSm90(BackwardKernel):
         places: list[cute.Tensor],
         mX: cute.Tensor,
         thread: Int32,
-        barrier: cutlass.Constexpr,
+        barrier: Constexpr,
     ) -> None:
         """A warpgroup's dK or dV, side by side in parts, through shared memory and TMA; zeros into the padding.
 

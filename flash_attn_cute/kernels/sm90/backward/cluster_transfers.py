@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -77,7 +77,7 @@ class BlockIterator:
 
     @staticmethod
     @cute.jit
-    def of(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> "BlockIterator":
+    def of(config: Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> "BlockIterator":
         """Blocks of the tile of an index."""
         tile, first_entry = key_tile(config, a, ws, index), Int32(0)
         if const_expr(config.features.listed):
@@ -85,11 +85,11 @@ class BlockIterator:
                 first_entry, _ = list_of(config, a, ws, tile.batch, tile.head, tile.block)
         return BlockIterator(tile, first_entry)
 
-    def m_block(self, config: cutlass.Constexpr, ws: Workspace, step: Int32) -> Int32:
+    def m_block(self, config: Constexpr, ws: Workspace, step: Int32) -> Int32:
         """The block of queries of a step."""
         return ws.mEntries[self.first_entry + step, 0] if config.features.listed else self.tile.blocks.nth(step)
 
-    def turn(self, config: cutlass.Constexpr, ws: Workspace, step: Int32, m_block: Int32) -> Int32:
+    def turn(self, config: Constexpr, ws: Workspace, step: Int32, m_block: Int32) -> Int32:
         """Turn of the tile at dQ of that block."""
         return ws.mEntries[self.first_entry + step, 2] if config.features.listed else self.tile.turn(config, m_block)
 
@@ -101,10 +101,10 @@ class _Loads:
     keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
     keys_ring: Ring  # where their bytes arrive
     rows: RowTiles  # of Q, with which come lse and delta, or of dO
-    parts: cutlass.Constexpr  # side by side, that make up all columns
+    parts: Constexpr  # side by side, that make up all columns
     sX: cute.Tensor  # where they go
     ring: Ring  # guards sX
-    rank: cutlass.Constexpr  # of the CTA that loads for both
+    rank: Constexpr  # of the CTA that loads for both
 
 
 @dataclass(frozen=True)

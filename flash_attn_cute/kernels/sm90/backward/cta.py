@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -465,7 +465,7 @@ class BackwardCtaSm90(BackwardKernel):
         warpgroup.commit_group()
 
     @cute.jit
-    def _start_dV(self, work: "_Work", stage: Int32, part: cutlass.Constexpr) -> None:
+    def _start_dV(self, work: "_Work", stage: Int32, part: Constexpr) -> None:
         """Issues dV += P' dO over a part of the block's queries (``gemm``); the last part ends the group."""
         nth, parts = part
         rP, tVrdO = as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage]

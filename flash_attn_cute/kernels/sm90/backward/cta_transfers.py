@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -288,7 +288,7 @@ class Transfers:
         self._each_head(w, added, semaphores.signal_blocks)
 
     @cute.jit
-    def _each_head(self, w: Int32, added: _Blocks, function: cutlass.Constexpr) -> None:
+    def _each_head(self, w: Int32, added: _Blocks, function: Constexpr) -> None:
         """Calls a function with the semaphores of part w of a tile's blocks, for each of its heads."""
         for nth in cutlass.range(heads_a_tile(self.config, self.a), unroll=1):
             function(semaphores.at(self.ws.mSemaphoresQ, w, nth, added.first), added.num)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.fixed_point import from_fixed_point
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -22,13 +22,13 @@ def round_block(
     thread: Int32,
     *,
     scale: Float32,
-    tile_d: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
-    num_threads: cutlass.Constexpr,
-    at_once: cutlass.Constexpr,
+    tile_d: Constexpr,
+    columns: Constexpr,
+    num_threads: Constexpr,
+    at_once: Constexpr,
     row_units: cute.Tensor | None = None,
     num_adding: Int32 | None = None,
-    transposed: cutlass.Constexpr = False,
+    transposed: Constexpr = False,
 ) -> None:
     """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), eight of two rows a thread at a time.
 

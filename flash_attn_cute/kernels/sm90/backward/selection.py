@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
@@ -271,9 +271,7 @@ class SelectionBackwardSm90(ItemKernel):
                         store_row(work.acc_dQ, r, gX, work.thread, COLUMNS * i)
 
     @cute.jit
-    def _store_scaled(
-        self, work: "_Work", i: cutlass.Constexpr, rows: cutlass.Constexpr, entries: cutlass.Constexpr, num_picks: Int32
-    ) -> None:
+    def _store_scaled(self, work: "_Work", i: Constexpr, rows: Constexpr, entries: Constexpr, num_picks: Int32) -> None:
         """Stores the i-th columns of dQ, scaled, through shared memory, and inverse scales of this thread's rows.
 
         Columns take the places of P and dS in turn, and two of them are stored together.
@@ -295,7 +293,7 @@ class SelectionBackwardSm90(ItemKernel):
 
     @cute.jit
     def _scaled(
-        self, work: "_Work", i: cutlass.Constexpr, rows: cutlass.Constexpr, entries: cutlass.Constexpr, num_picks: Int32
+        self, work: "_Work", i: Constexpr, rows: Constexpr, entries: Constexpr, num_picks: Int32
     ) -> cute.Tensor:
         """Scales the i-th columns of dQ to float16, in registers of the operands' dtype, and stores inverse scales."""
         c, own = self.config, rows_and_columns(work.acc_dQ)
