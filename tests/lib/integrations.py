@@ -96,15 +96,17 @@ SIGNATURES: list[tuple[Any, str]] = [
         "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None, "
         "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
     ),
-    (bert_padding.unpad_input, "hidden_states, attention_mask, unused_mask=None"),
-    (bert_padding.pad_input, "hidden_states, indices, batch, seqlen"),
-    (bert_padding.index_first_axis, "input, indices"),
     (
         te.thd_attention,
         "query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=None, "
         "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type='padding_causal', "
         "window_size=None, *, softmax_scale=None, learnable_sink=None, deterministic=False",
     ),
+]
+PADDING_SIGNATURES: list[tuple[Any, str]] = [
+    (bert_padding.unpad_input, "hidden_states, attention_mask, unused_mask=None"),
+    (bert_padding.pad_input, "hidden_states, indices, batch, seqlen"),
+    (bert_padding.index_first_axis, "input, indices"),
 ]
 
 

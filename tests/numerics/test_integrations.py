@@ -13,7 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute.integrations import bert_padding
 from tests.lib.checks import offsets, random_call
-from tests.lib.integrations import SIGNATURES, assert_served, dot, fa, fa3, packed_attn, recorded, te, top_left
+from tests.lib.integrations import (
+    PADDING_SIGNATURES,
+    SIGNATURES,
+    assert_served,
+    dot,
+    fa,
+    fa3,
+    packed_attn,
+    recorded,
+    te,
+    top_left,
+)
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -21,7 +32,9 @@ from tests.lib.refusals import assert_refused, refusals
 # for flash-attn 3, of its hopper/flash_attn_interface.py in August 2026.
 
 
-@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("function", "expected"), SIGNATURES + PADDING_SIGNATURES, ids=lambda x: getattr(x, "__name__", "")
+)
 def test_signatures(function: Callable[..., Any], expected: str) -> None:
     signature = inspect.signature(function)
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
