@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.distributed import Sharding, context_parallel_attn_func, context_parallel_attn_varlen_func
 from tests.lib.over_ranks.cases import DOCUMENTS, Case, Leaves, alone, assert_same, expected_here, shardings, together
+from tests.lib.refusals import assert_refused, pairs
 
 
 def block_masks() -> None:
@@ -77,51 +77,37 @@ def block_masks() -> None:
     later = Sharding.contiguous([5, total], num_ranks)
     heads = BlockMask.from_dense(torch.ones(1, 8, total, total, dtype=torch.bool))
     chosen = BlockMask.from_selection(torch.zeros(total, 1, 2, dtype=torch.int32), block=64, seqlen_k=total)
-    refused: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-        (
-            (q, k, v, sharding),
-            {"method": "ring"},
-            ValueError,
-            "method: expected 'auto' or 'all_to_all' with a block_mask",
-        ),
-        (
-            (q, k, v, sharding),
-            {"block_mask": heads},
-            ValueError,
-            "block_mask: expected one for all heads, .* of 8 heads",
-        ),
-        (
-            (q, k, v, sharding),
-            {"block_mask": chosen},
-            ValueError,
-            "block_mask: expected one of blocks of queries over ranks, got key blocks selected per query",
-        ),
-        ((q, k, v, sharding), {"block_mask": rows}, TypeError, "block_mask: expected a flash_attn_cute.BlockMask"),
-        ((q, k, v, sharding), {"block_mask": BlockMask.causal(9, 9)}, ValueError, "block_mask: expected one over"),
-        (
-            (q[:, :3], k[:, :1], v[:, :1], sharding),
-            {},
-            ValueError,
-            "block_mask: expected None where ranks cannot trade",
-        ),
-        ((q, k, v, sharding), {"seqused_q": [99] * 5}, ValueError, "seqused_q: expected 0 to 70 rows of document 0"),
-        (
-            (*(torch.zeros(later.num_rows(rank), 8, 8) for _ in range(3)), later),
-            {},
-            ValueError,
-            "block_mask: expected None where rows before the first document",
-        ),
-    ]
-    if num_ranks == 1:
-        refused = [x for x in refused if "cannot trade" not in x[-1]]
+    refused = REFUSED
+    if num_ranks > 1:
+        refused += """
+attend(q[:, :3], k[:, :1], v[:, :1], sharding, block_mask=mask)
+    ValueError: ... block_mask: expected None where ranks cannot trade
+"""
     if num_ranks == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
-        refused.append(
-            ((q, k, v, sharding), {"group": mesh}, ValueError, "group: expected one dimension .* 2 x 2 ranks")
-        )
-    for arguments, options, error, message in refused:
-        with pytest.raises(error, match=message):
-            context_parallel_attn_varlen_func(*arguments, **{"block_mask": mask, **options})
+        refused += """
+attend(q, k, v, sharding, block_mask=mask, group=init_device_mesh("cpu", (2, 2)))
+    ValueError: ... group: expected one dimension ... 2 x 2 ranks
+"""
+    for call, error in pairs(refused):
+        assert_refused(call, error, globals() | locals() | {"attend": context_parallel_attn_varlen_func})
+
+
+REFUSED = """
+attend(q, k, v, sharding, block_mask=mask, method="ring")
+    ValueError: ... method: expected 'auto' or 'all_to_all' with a block_mask
+attend(q, k, v, sharding, block_mask=heads)
+    ValueError: ... block_mask: expected one for all heads, ... of 8 heads
+attend(q, k, v, sharding, block_mask=chosen)
+    ValueError: ... block_mask: expected one of blocks of queries over ranks, got key blocks selected per query
+attend(q, k, v, sharding, block_mask=rows)
+    TypeError: ... block_mask: expected a flash_attn_cute.BlockMask
+attend(q, k, v, sharding, block_mask=BlockMask.causal(9, 9))
+    ValueError: ... block_mask: expected one over
+attend(q, k, v, sharding, block_mask=mask, seqused_q=[99] * 5)
+    ValueError: ... seqused_q: expected 0 to 70 rows of document 0
+attend(*torch.zeros(3, later.num_rows(rank), 8, 8), later, block_mask=mask)
+    ValueError: ... block_mask: expected None where rows before the first document
+"""
 
 
 def recalled(leaves: Leaves, sharding: Sharding, mask: BlockMask) -> bool:

@@ -1,6 +1,5 @@
 """Ranks that do not call alike."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from flash_attn_cute.distributed import (
     rank_of,
 )
 from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, balanced, expected_here, together
+from tests.lib.refusals import assert_refused, pairs
 
 SAME = "expected the same on all ranks of the group, got"
 
@@ -133,43 +133,9 @@ def disagreements() -> None:
     ):
         flash_attn_varlen_func(q, k, v, lengths, lengths, 128, 128, causal=True)
     mine = torch.zeros(2, sharding.num_rows(rank))
-    no_tensor: Any = []
-    gathered: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (
-            ValueError,
-            "rank 1 of the group: x: expected .* rows in dim",
-            lambda: gather(mine[:, rank % 2 :], sharding, dim=1),
-        ),
-        (
-            TypeError,
-            "rank 1 of the group: x: expected a tensor",
-            lambda: gather(no_tensor if rank == 1 else mine, sharding, dim=1),
-        ),
-        (ValueError, "x, but its rows: .* on rank 1$", lambda: gather(mine[rank % 2 :], sharding, dim=1)),
-        (
-            ValueError,
-            "rank 1 of the group: seq_dims: exp",
-            lambda: context_parallel_unshard(None, [mine], [1, 1][: 1 + rank % 2]),
-        ),
-        (
-            ValueError,
-            r"rank 1 of the group: buffers\[0\]: exp",
-            lambda: context_parallel_unshard(None, [mine], [1 + rank % 2]),
-        ),
-        (
-            ValueError,
-            "number of buffers: .* on rank 1$",
-            lambda: context_parallel_unshard(None, [mine] * (rank != 1), [1] * (rank != 1)),
-        ),
-        (
-            ValueError,
-            "rank . of the group: x: expected",
-            lambda: context_parallel_unshard(None, [mine[:, 9 * (rank % 2) :]], [1]),
-        ),
-    ]
-    for error, message, call in gathered:
-        with pytest.raises(error, match=message):
-            call()
+    names = {"gather": gather, "unshard": context_parallel_unshard, "mine": mine, "sharding": sharding, "rank": rank}
+    for call, error in pairs(GATHERED):
+        assert_refused(call, error, names)
     assert gather(mine, sharding, dim=1).shape == (2, 128)
     for way in WAYS[:2]:
         assert_same(
@@ -181,6 +147,24 @@ def disagreements() -> None:
     with pytest.raises(ValueError, match="rank 0 of the group: method: expected 'auto', 'all_gather' or 'ring'"):
         together(PACKED, leaves, sharding, None, group=mesh, method="all_to_all")
     assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
+
+
+GATHERED = """
+gather(mine[:, rank % 2 :], sharding, dim=1)
+    ValueError: rank 1 of the group: x: expected ... rows in dim
+gather([] if rank == 1 else mine, sharding, dim=1)
+    TypeError: rank 1 of the group: x: expected a tensor
+gather(mine[rank % 2 :], sharding, dim=1)
+    ValueError: ... x, but its rows: ... on rank 1
+unshard(None, [mine], [1, 1][: 1 + rank % 2])
+    ValueError: rank 1 of the group: seq_dims: exp
+unshard(None, [mine], [1 + rank % 2])
+    ValueError: rank 1 of the group: buffers[0]: exp
+unshard(None, [mine] * (rank != 1), [1] * (rank != 1))
+    ValueError: the number of buffers: ... on rank 1
+unshard(None, [mine[:, 9 * (rank % 2) :]], [1])
+    ValueError: rank ... of the group: x: expected
+"""
 
 
 def other_gradients() -> None:
