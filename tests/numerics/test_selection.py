@@ -98,18 +98,6 @@ def test_the_host_never_waits() -> None:
     assert_selections_are_captured("portable")
 
 
-def test_heads_that_share_a_selection() -> None:
-    """One for all heads, and one for each group, are what each head selects for itself."""
-    q, k, v = torch.randn(1, 60, 6, 8), *torch.randn(2, 1, 200, 2, 8)
-    indices = torch.randint(-1, 13, (1, 2, 60, 4))
-    for shared, group in ((indices, 3), (indices[:, :1], 6)):
-        out, alone = (
-            flash_attn_func(q, k, v, block_mask=BlockMask.from_selection(x, block=16, seqlen_k=200))
-            for x in (shared, shared.repeat_interleave(group, 1))
-        )
-        torch.testing.assert_close(out, alone)
-
-
 def test_blocks_of_another_size() -> None:
     """Calls that look alike but for the size of blocks."""
     call = random_call([50], [300], packed=False)
@@ -150,18 +138,6 @@ def test_recomputed() -> None:
     mask = BlockMask.from_selection(indices.clone(), block=16, seqlen_k=100)
     out = flash_attn_func(q, k, v, block_mask=mask, causal=True)
     assert same_bits(grads(indices), torch.autograd.grad(out.square().sum(), (q, k, v)))
-
-
-def test_gradients_are_derivatives() -> None:
-    q, k, v = (torch.randn(1, 7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
-    mask = BlockMask.from_selection(torch.randint(-1, 4, (1, 1, 7, 2)), block=2, seqlen_k=7)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: [
-            x.masked_fill(x.isneginf(), 0)
-            for x in flash_attn_func(q, k, v, block_mask=mask, causal=True, softcap=2.0, return_lse=True)
-        ],
-        (q, k, v),
-    )
 
 
 def on_meta(d: int = 64, block: int = 64, **options: Any) -> Any:
@@ -273,16 +249,3 @@ def test_repr() -> None:
     words = "BlockMask(6 x 6 of 2 heads, blocks of 4 keys selected per query, order default)"
     assert repr(made()) == words
     assert repr(made().build()) == words
-
-
-def test_packed_blocks_begin_with_their_sequence() -> None:
-    """Sequences of odd lengths give what they give alone."""
-    cu = torch.tensor([0, 37, 100], dtype=torch.int32)
-    q, k, v = torch.randn(3, 100, 2, 8)
-    indices = torch.randint(-1, 3, (100, 1, 2))
-    mask = BlockMask.from_selection(indices, block=16, seqlen_k=100)
-    out = flash_attn_varlen_func(q, k, v, cu, cu, 63, 63, causal=True, block_mask=mask)
-    for rows in (slice(0, 37), slice(37, 100)):
-        alone = BlockMask.from_selection(indices[rows], block=16, seqlen_k=rows.stop - rows.start)
-        one = flash_attn_func(*(x[None, rows] for x in (q, k, v)), causal=True, block_mask=alone)
-        torch.testing.assert_close(out[rows], one[0])

@@ -121,16 +121,30 @@ def _finite_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(functions, "eager", lambda **given: masking_utils.eager_mask(**{**given, **in_float32}))
 
 
+def results_beside_eager(
+    config: Any,
+    batch: dict[str, Any],
+    more: dict[str, Any],
+    auto: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Ours of a batch and some more arguments, on a device; eager's in float64; and eager's in the dtype."""
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**batch, **more}.items()}
+    got = trained(model_of(config, ours.NAME, auto).to(device, dtype), moved)
+    if isinstance(config, hf.GptOssConfig) and "position_ids" in batch:
+        batch = {**batch, "attention_mask": masks_of_packed(config, batch["position_ids"])}
+    low = trained(model_of(config, "eager", auto).to(dtype), batch)
+    exact = {name: x.double() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    truth = trained(model_of(config, "eager", auto).double(), {**batch, **exact})
+    assert got.keys() == truth.keys()
+    return got, truth, low
+
+
 def assert_trains_like_eager(
     config: Any, batch: dict[str, Any], more: dict[str, Any], auto: str = "AutoModelForCausalLM"
 ) -> None:
-    got = trained(model_of(config, ours.NAME, auto), {**batch, **more})
-    if isinstance(config, hf.GptOssConfig) and "position_ids" in batch:
-        batch = {**batch, "attention_mask": masks_of_packed(config, batch["position_ids"])}
-    low = trained(model_of(config, "eager", auto), batch)
-    exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items() if isinstance(x, Tensor)}
-    truth = trained(model_of(config, "eager", auto).double(), {**batch, **exact})
-    assert got.keys() == truth.keys()
+    got, truth, low = results_beside_eager(config, batch, more, auto)
     size = max(x.abs().max().item() for x in truth.values())
     for name, x in got.items():
         assert_close(name, x, truth[name].double(), low[name], 2.0, size)
@@ -154,21 +168,10 @@ def test_bfloat16(name: str, kind: str, device: str) -> None:
     config = copy.deepcopy(CONFIGS[name])
     if name == "GPT-OSS":
         config.num_experts_per_tok = config.num_local_experts  # or rounding would choose others
-    batch, more = batch_of(kind), BY_OFFSETS if kind == "packed by offsets" else {}
-    masked = dict(batch)
-    if name == "GPT-OSS" and "position_ids" in batch:
-        masked["attention_mask"] = masks_of_packed(config, batch["position_ids"])
-
-    def moved(given: Case) -> dict[str, Any]:
-        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
-
-    def together(results: dict[str, Tensor]) -> Tensor:
-        return torch.cat([results[name].cpu().flatten() for name in sorted(results)])
-
-    got = together(trained(model_of(config, ours.NAME).to(device, torch.bfloat16), moved({**batch, **more})))
-    low = together(trained(model_of(config, "eager").to(torch.bfloat16), masked))
-    truth = together(trained(model_of(config, "eager").double(), masked)).double()
-    assert_close("loss and gradients", got, truth, low, 4.0, truth.abs().max().item())
+    more = BY_OFFSETS if kind == "packed by offsets" else {}
+    results = results_beside_eager(config, batch_of(kind), more, "AutoModelForCausalLM", torch.bfloat16, device)
+    got, truth, low = (torch.cat([x[name].cpu().flatten() for name in sorted(x)]) for x in results)
+    assert_close("loss and gradients", got, truth.double(), low, 4.0, truth.abs().max().item())
 
 
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
