@@ -430,13 +430,14 @@ def test_a_backend_is_checked_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
 def test_rows_that_a_sharding_has_as_padding_are_not_real(used: tuple[Any, Any], message: str) -> None:
     """They are of no document there: queries came out as zeros, and keys were not seen."""
     sharding = Sharding.balanced([0, 7, 15], 1, seqused_q=[5, 7], seqused_k=[0, 6])
-    q = torch.randn(15, 2, 8)
-    call = RankCall(q, q, q, None, sharding, None, *used, (), "auto", dense=False)
+    q, k, v = torch.randn(15, 2, 8), torch.randn(15, 1, 8), torch.randn(15, 1, 4)
+    call = RankCall(q, k, v, None, sharding, None, *used, (), "auto", dense=False)
     if message:
         with pytest.raises(ValueError, match=message):
             plan_request(call, Options(), Place(0, 1, 1))
     else:
-        assert plan_request(call, Options(), Place(0, 1, 1)).seqused_q == (5, 7)
+        request = plan_request(call, Options(), Place(0, 1, 1))
+        assert (request.seqused_q, request.shape) == ((5, 7), Shape(2, 1, 8, 4, 4))
 
 
 def test_entries_have_no_more_rows_than_a_sharding_has() -> None:

@@ -12,7 +12,11 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.band import Band
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.score_statistics import column_sums
 from tests.lib.checks import random_call, run
 
 D, D_V, HEADS = 8, 16, 4
@@ -114,3 +118,17 @@ def test_selected_blocks() -> None:
     for top, pairs in ((3, 30 * 12), (20, 30 * 40)):
         mask = BlockMask.from_selection(torch.zeros(1, 1, 30, top, dtype=torch.int32), block=4, seqlen_k=40)
         assert counted(lambda mask=mask: flash_attn_func(q, k, k, block_mask=mask)) == 2 * HEADS * 2 * pairs * 2 * D
+
+
+def test_column_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backend has them, one product; else they are attention."""
+
+    class WithKernel(PortableBackend):
+        has_column_sums = True
+
+        def column_sums(self, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+            return lse.new_zeros(*lse.shape[:-1], inputs.k.shape[1])
+
+    q, k, lse = torch.randn(1, 5, HEADS, D), torch.randn(1, 8, 2, D), torch.zeros(1, HEADS, 5)
+    monkeypatch.setitem(dispatch.BACKENDS, "portable", WithKernel())
+    assert counted(lambda: column_sums(q, k, lse, causal=True)) == 2 * HEADS * pairs_of([(5, 8)], (None, 0)) * D
