@@ -480,15 +480,21 @@ def test_heads_that_the_ranks_of_a_mesh_cannot_trade() -> None:
         method_plan.plan(request, Place(0, 2, 3), torch.device("cpu"))
 
 
-def test_errors_have_the_shapes_of_packed_calls() -> None:
-    sharding, q = Sharding.contiguous([0, 8], 1), torch.randn(8, 2, 8)
-    for k, message in (
-        (q[..., :0], r"at least one head .* got shape \(8, 2, 0\)"),
-        (q[None], r"shape \(rows_k, nheads_k, d\)"),
-    ):
-        call = RankCall(q, k, k, None, sharding, None, None, None, (), "auto", dense=False)
-        with pytest.raises(ValueError, match=f"^k: expected {message}"):
-            plan_request(call, Options(), Place(0, 1, 1))
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "message"),
+    [
+        ((8, 2, 8), (8, 2, 0), r"at least one head .* got shape \(8, 2, 0\)"),
+        ((8, 2, 8), (1, 8, 2, 8), r"shape \(rows_k, nheads_k, d\)"),
+        ((1, 8, 2, 8), (1, 8, 2, 0), r"at least one head .* got shape \(1, 8, 2, 0\)"),
+        ((1, 8, 2, 8), (8, 2, 8), r"shape \(batch, seqlen_k, nheads_k, d\)"),
+    ],
+)
+def test_errors_have_the_shapes_of_the_call(q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str) -> None:
+    """Packed, or of a dense batch."""
+    q, k = torch.randn(q_shape), torch.randn(k_shape)
+    call = RankCall(q, k, k, None, Sharding.contiguous([0, 8], 1), None, None, None, (), "auto", dense=q.ndim == 4)
+    with pytest.raises(ValueError, match=f"^k: expected {message}"):
+        plan_request(call, Options(), Place(0, 1, 1))
 
 
 def test_each_method_has_a_name_and_a_class() -> None:
