@@ -36,9 +36,6 @@ class Selection(NamedTuple):
     refusal: str = ""
     lasts: bool = True
 
-    def __str__(self) -> str:
-        return f"{self.name} ({_refusals(self.passed_over) or 'the first choice'})"
-
 
 def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
     """Why the backend cannot serve a call: features that it lacks, and its limits; empty if it can."""
@@ -135,10 +132,5 @@ def select(
                     return Selection(name, passed_over, (other,), *answer)
             return Selection(name, passed_over)
         passed_over[name] = lacking
-    raise ValueError(
-        f"backend: expected at least one that can serve this call, but none can ({_refusals(passed_over)})"
-    )
-
-
-def _refusals(passed_over: dict[str, tuple[str, ...]]) -> str:
-    return ", ".join(f"{name} cannot: {'; '.join(lacking)}" for name, lacking in passed_over.items())
+    reasons = ", ".join(f"{name} cannot: {'; '.join(lacking)}" for name, lacking in passed_over.items())
+    raise ValueError(f"backend: expected at least one that can serve this call, but none can ({reasons})")

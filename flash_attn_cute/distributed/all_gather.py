@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
-from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged
 from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues, put, take
 from flash_attn_cute.distributed.packed_calls import Call, Run, call_of_all_rows, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, common, rows_of, side_by_side, union
-from flash_attn_cute.problem.spec import Results
+from flash_attn_cute.problem.spec import Results, wide
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 

@@ -22,7 +22,7 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.packed_calls import Call
-from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results, wide
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 
@@ -45,11 +45,6 @@ class Given(NamedTuple):
     lse: Tensor  # (nheads, rows)
     dout: Tensor
     dlse: Tensor | None
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of all sums: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def check_backend(backend: str, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:

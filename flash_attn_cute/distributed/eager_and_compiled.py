@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flash_attn_cute.calls import flat_call
 from flash_attn_cute.distributed import autograd, method_plan, rank_agreement
-from flash_attn_cute.distributed.call_passes import Context, Given, check_backend, wide
+from flash_attn_cute.distributed.call_passes import Context, Given, check_backend
 from flash_attn_cute.distributed.checked_call import Lengths, PlanRequest, RankCall, check_is_sharding, plan_request
 from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
-from flash_attn_cute.problem.spec import Options, Results
+from flash_attn_cute.problem.spec import Options, Results, wide
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor sharding, Tensor? sharding_k, "

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
-from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged
 from flash_attn_cute.distributed.key_value_rows import KeyValues, put
 from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
 from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
-from flash_attn_cute.problem.spec import Results
+from flash_attn_cute.problem.spec import Results, wide
 
 
 class Ring:

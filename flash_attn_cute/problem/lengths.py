@@ -70,12 +70,8 @@ def read_sequences(inputs: AttentionInputs) -> tuple[list[Rows], list[Rows]]:
 def _transfer(named: dict[str, Tensor]) -> dict[str, list[int]]:
     if not named:
         return {}
-    flat: list[int] = torch.cat(list(named.values())).tolist()
-    values, position = {}, 0
-    for name, tensor in named.items():
-        values[name] = flat[position : position + tensor.numel()]
-        position += tensor.numel()
-    return values
+    parts = torch.cat(list(named.values())).cpu().split([x.numel() for x in named.values()])
+    return {name: part.tolist() for name, part in zip(named, parts, strict=True)}
 
 
 def _rows(side: str, x: Tensor, values: dict[str, list[int]], max_seqlen: int) -> list[Rows]:

@@ -66,6 +66,11 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of all sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Feature(enum.Enum):
     """Something a call can need and a backend can lack. The value is how users read it."""
 
@@ -124,8 +129,8 @@ class AttentionInputs(NamedTuple):
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        """float32, or float64 for float64 inputs."""
-        return torch.promote_types(self.q.dtype, torch.float32)
+        """See ``wide``."""
+        return wide(self.q.dtype)
 
 
 class Options(NamedTuple):

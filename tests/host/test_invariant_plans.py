@@ -15,7 +15,7 @@ import torch
 
 from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.backends.cute.document_sums import sum_by_documents
+from flash_attn_cute.backends.cute.sink_gradients import sum_by_documents
 from flash_attn_cute.backends.portable.backend import _runs
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.problem.lengths import Rows

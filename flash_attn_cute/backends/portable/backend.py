@@ -12,7 +12,7 @@ from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Tile, view_lse, view_rows, view_scores, view_selected
 from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.lengths import Rows, Run, merge_runs, padding, read_sequences
-from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Results, wide
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 
@@ -164,8 +164,7 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
     Where out is 0, as it is in a row that saw nothing, dout may hold anything.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
-    delta = (out.to(wide) * dout).masked_fill_(out == 0, 0).sum(-1)
+    delta = (out.to(wide(out.dtype)) * dout).masked_fill_(out == 0, 0).sum(-1)
     return delta if dlse is None else delta - dlse
 
 

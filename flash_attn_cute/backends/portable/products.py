@@ -7,10 +7,12 @@ stay in half precision, for its matrix units; elsewhere they are widened too.
 import torch
 from torch import Tensor
 
+from flash_attn_cute.problem.spec import wide
+
 
 def operand(x: Tensor) -> Tensor:
     """X in the dtype in which it enters products."""
-    return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.is_cuda else x.to(wide(x.dtype))
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
