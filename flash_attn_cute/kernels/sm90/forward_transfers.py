@@ -79,7 +79,9 @@ class Transfers:
                             lane = cutlass.min(i + cute.arch.lane_idx(), tile.blocks.num - 1)
                             listed_block, listed_code = self._entry(tile.blocks.nth(lane))
                         block, code = (cute.arch.shuffle_sync(x, i % 32) for x in (listed_block, listed_code))
-                        self._publish_entry(block, code, state.count)
+                        with cute.arch.elect_one():  # before K of the step arrives
+                            for field, value in enumerate((block, code)):
+                                shared.entries[field, state.count % shared.entries.shape[1]] = value
                     start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
@@ -112,14 +114,6 @@ class Transfers:
             first = first_row + tile.first_query + 64 * w
             gX = bias.at(first, first + 64, tile.head, entry, block)
             bias.load(gX, shared.sBiasTile[None, None, w * ring.stages + ring.stage(step)], ring.full(step))
-
-    @cute.jit
-    def _publish_entry(self, block: Int32, code: Int32, step: Int32) -> None:
-        """Publishes a step's block and the place of its bits, before K of the step arrives."""
-        entries = self.shared.entries
-        with cute.arch.elect_one():
-            for i, value in enumerate((block, code)):
-                entries[i, step % entries.shape[1]] = value
 
     @cute.jit
     def _entry(self, i: Int32) -> tuple[Int32, Int32]:

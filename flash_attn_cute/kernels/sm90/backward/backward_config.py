@@ -125,11 +125,6 @@ class BackwardCtaConfig(BackwardConfig):
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
-    def groups_of_stats(self) -> int:
-        """Groups of sixteen queries whose lse, and then delta, a thread reads ahead of time."""
-        return 4 if self.short_steps else 1
-
-    @property
     def semaphores(self) -> tuple[int, int]:
         """Number of semaphores of a block: one a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups

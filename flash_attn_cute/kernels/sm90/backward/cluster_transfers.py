@@ -95,19 +95,6 @@ class BlockIterator:
 
 
 @dataclass(frozen=True)
-class _Loads:
-    """Loads of one of the producers."""
-
-    keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
-    keys_ring: Ring  # where their bytes arrive
-    rows: RowTiles  # of Q, with which come lse and delta, or of dO
-    parts: Constexpr  # side by side, that make up all columns
-    sX: cute.Tensor  # where they go
-    ring: Ring  # guards sX
-    rank: Constexpr  # of the CTA that loads for both
-
-
-@dataclass(frozen=True)
 class Transfers:
     """Warpgroup 0, warp by warp."""
 
@@ -123,30 +110,42 @@ class Transfers:
         """Warp 0: keys once, and Q, lse and delta block by block."""
         tma, shared, rank = self.tma, self.shared, self.shared.rank
         keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-        self._load(_Loads(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q))
+        self._load(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q)
 
     @cute.jit
     def load_dO(self) -> None:
         """Warp 1: values once, and dO block by block."""
         shared, rings, parts = self.shared, self.shared.rings, self.config.parts_dO
         values = ((self.tma.V, shared.sV, shared.rank, 0),)
-        self._load(_Loads(values, rings.v, self.tma.dO, parts, shared.sdO, rings.do, _RANK_OF_DO))
+        self._load(values, rings.v, self.tma.dO, parts, shared.sdO, rings.do, _RANK_OF_DO)
 
     @cute.jit
-    def _load(self, loads: _Loads) -> None:
-        c, ws, shared, rows, ring = self.config, self.ws, self.shared, loads.rows, loads.ring
+    def _load(
+        self,
+        keys: Constexpr,
+        keys_ring: Ring,
+        rows: RowTiles,
+        parts: Constexpr,
+        sX: cute.Tensor,
+        ring: Ring,
+        rank_of_rows: Constexpr,
+    ) -> None:
+        """K or V once: ``keys`` are tiles, where they go, which CTA's keys, and which tile of columns.
+
+        Rows of Q, with which come lse and delta, or of dO, in parts side by side, by the CTA that loads for both.
+        """
+        c, ws, shared = self.config, self.ws, self.shared
         blocks = BlockIterator.of(c, self.a, ws, self.index)
         tile = blocks.tile
         if tile.blocks.num > 0:
             once = Int32(0)
             with cute.arch.elect_one():
-                loads.keys_ring.announce(once)
-            for t, sX, rank, column_tile in loads.keys:
+                keys_ring.announce(once)
+            for t, sK, rank, column_tile in keys:
                 first = tile.first_key + 64 * rank
                 last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
                 g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
-                t.load(g, sX, loads.keys_ring.full(once))
-        parts = loads.parts
+                t.load(g, sK, keys_ring.full(once))
         with_stats = ring is shared.rings.q
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
@@ -162,11 +161,11 @@ class Transfers:
                             gStats = ws.mStats[i, tile.head, tile.first_block + m_block, None]
                             cute.copy(numbers, gStats, shared.stats[None, i, stage], mbar_ptr=full)
                 # The other CTA's barrier counts bytes whether or not its own warp has been here.
-                if shared.rank == loads.rank:
+                if shared.rank == rank_of_rows:
                     first = m_block * c.tile_m
                     last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
                     block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)
-                    rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
+                    rows.load(block, sX[None, None, stage], full, multicast=_BOTH)
 
     @cute.jit
     def wait_semaphores(self) -> None:

@@ -261,7 +261,7 @@ class BackwardCtaSm90(BackwardKernel):
             rUnits=cute.make_rmem_tensor(2, Float32),
             rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.features.tiled_bias else None,
             row_sums=cute.make_rmem_tensor(2, Float32),
-            rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
+            rStats=cute.make_rmem_tensor((4, 4 if c.short_steps else 1), Float32),
             shared=shared,
         )
 
