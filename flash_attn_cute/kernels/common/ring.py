@@ -101,6 +101,13 @@ class Ring:
         cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), self.num_bytes)
 
     @cute.jit
+    def acquire(self, step: Int32) -> None:
+        """Waits, as a producer warp, until a step's stage is released, and announces the bytes to come."""
+        self.wait_empty(step)
+        with cute.arch.elect_one():
+            self.announce(step)
+
+    @cute.jit
     def arrive(self, step: Int32) -> None:
         """Arrives at a step's full barrier, as a producer warp that has written its data."""
         arrive_as_warp(self.full(step))

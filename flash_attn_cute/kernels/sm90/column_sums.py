@@ -100,9 +100,7 @@ class ColumnSumsSm90(MainKernel):
             tile = ColumnSumsTile.at(c, a, index)
             if tile.blocks.num > 0:
                 shared.publish(tile, tile_idx)
-                shared.rings.k.wait_empty(tile_idx)  # from the mma warps
-                with cute.arch.elect_one():
-                    shared.rings.k.announce(tile_idx)
+                shared.rings.k.acquire(tile_idx)  # from the mma warps
                 for part in cutlass.range_constexpr(HALVES * c.num_mma_warpgroups):
                     # A part behind the sequence's end is an empty box: it arrives as zeros.
                     start = tile.first_key + 64 * part
@@ -112,9 +110,7 @@ class ColumnSumsSm90(MainKernel):
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     start = tile.blocks.nth(i) * c.tile_n
                     stop = cutlass.min(start + c.tile_n, tile.q.length)
-                    shared.rings.q.wait_empty(step)  # from the mma warps
-                    with cute.arch.elect_one():
-                        shared.rings.q.announce(step)
+                    shared.rings.q.acquire(step)  # from the mma warps
                     gQ = tma.Q.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
                     tma.Q.load(gQ, shared.sQ[None, None, shared.rings.q.stage(step)], shared.rings.q.full(step))
                     step += 1

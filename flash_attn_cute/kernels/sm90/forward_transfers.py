@@ -107,9 +107,7 @@ class Transfers:
         entry, first_row = scores_of(self.config.features.packed, self.a.numbers.rows_a_slot, tile.q, tile.batch)
         for w in cutlass.range_constexpr(warpgroups):
             ring = shared.bias.ring.part(w, warpgroups)
-            ring.wait_empty(step)  # from the warps of the warpgroup
-            with cute.arch.elect_one():
-                ring.announce(step)
+            ring.acquire(step)  # from the warps of the warpgroup
             # Rows behind the sequence belong to queries that nothing is stored of.
             first = first_row + tile.first_query + 64 * w
             gX = bias.at(first, first + 64, tile.head, entry, block)

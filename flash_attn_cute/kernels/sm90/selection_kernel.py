@@ -17,14 +17,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetc
 from flash_attn_cute.kernels.selection import LANES, TILE_ROWS
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
-from flash_attn_cute.kernels.sm90.selection_transfers import (
-    COLUMNS,
-    BlockShared,
-    Item,
-    SelectionTransfers,
-    box_of_heads,
-    tiles_of,
-)
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, SelectionTransfers, tiles_of
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 
@@ -60,8 +53,9 @@ class ItemKernel(MainKernel):
 
     def head_tiles(self, operation: Any, mX: cute.Tensor) -> RowTiles:
         """TMA tiles of a tensor (heads, d, row, batch): some columns of a group's heads, of one row."""
-        group = self.config.group
-        return make_row_tiles(operation, mX, box_of_heads(self.dtype, group), (group, COLUMNS), ragged=False)
+        tile, box = swizzled(self.dtype, COLUMNS, (TILE_ROWS, COLUMNS)), (self.config.group, COLUMNS)
+        in_tile = cute.make_composed_layout(tile.inner, 0, cute.make_layout(box, stride=(COLUMNS, 1)))
+        return make_row_tiles(operation, mX, in_tile, box, ragged=False)
 
     def loads_of_heads(self, mX: cute.Tensor) -> RowTiles:
         """TMA tiles of q or dO, for loads."""

@@ -14,10 +14,9 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, TILE_ROWS
+from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES
 from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
-from flash_attn_cute.kernels.sm90.shared import swizzled
 
 COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
 
@@ -104,12 +103,6 @@ def mask_hidden(
         mask_outside_bits(acc_S, cS, visible, nothing)
     else:
         mask_outside_interval(acc_S, cS, visible, item.first_key, config.tile_n, nothing)
-
-
-def box_of_heads(dtype: type, group: int) -> cute.ComposedLayout:
-    """Layout of a group's heads by ``COLUMNS`` columns within a swizzled tile."""
-    whole = swizzled(dtype, COLUMNS, (TILE_ROWS, COLUMNS))
-    return cute.make_composed_layout(whole.inner, 0, cute.make_layout((group, COLUMNS), stride=(COLUMNS, 1)))
 
 
 @dataclass(frozen=True)

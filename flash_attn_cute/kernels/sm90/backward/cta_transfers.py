@@ -121,9 +121,7 @@ class Transfers:
     @cute.jit
     def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, tile_idx: Int32) -> None:
         """A tile's keys or values: K or V, 64 rows an mma warpgroup."""
-        ring.wait_empty(tile_idx)  # from the mma warps: this stage is released
-        with cute.arch.elect_one():
-            ring.announce(tile_idx)
+        ring.acquire(tile_idx)  # from the mma warps: this stage is released
         for w in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             start = tile.first_key + 64 * w
             stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
@@ -152,9 +150,7 @@ class Transfers:
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
         if const_expr(c.features.tiled_bias):
             ring, t = shared.rings.bias, tma.bias
-            ring.wait_empty(step)  # from the mma warps: this stage is released
-            with cute.arch.elect_one():
-                ring.announce(step)
+            ring.acquire(step)  # from the mma warps: this stage is released
             # Rows behind the sequence are those of hidden scores.
             entry, first_row = scores_of(c.features.packed, self.a.numbers.rows_a_slot, tile.q, tile.batch)
             start = first_row + m_block * c.tile_m
