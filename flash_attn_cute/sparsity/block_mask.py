@@ -527,7 +527,8 @@ class BlockMask(TabledMask):
 
         Raises:
             ImportError: matplotlib is missing (``pip install matplotlib``).
-            ValueError: a batch entry or head that the mask does not have.
+            TypeError: a batch entry or head that is no int.
+            ValueError: one that the mask does not have, or a mask without queries or keys.
         """
         from flash_attn_cute.sparsity import mask_plot
 

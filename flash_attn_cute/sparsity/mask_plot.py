@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from flash_attn_cute.problem.block_tables import FULL_CODE, BlockTables
+from flash_attn_cute.problem.spec import check_int
 from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL
 from flash_attn_cute.sparsity.column_tables import m_block_order_of, steps
 from flash_attn_cute.sparsity.dq_order.contention_model import Pass, Timeline, machine_of
@@ -31,11 +32,15 @@ def figure(mask: TabledMask, batch: int, head: int) -> Figure:
     """Draws a batch entry and head of a mask in blocks of 128 x 128, and the timeline of all heads.
 
     Raises:
-        ValueError: a batch entry or head that the mask does not have.
+        TypeError: a number of either that is no int.
+        ValueError: a batch entry or head that the mask does not have, or a mask without queries or keys.
     """
     for name, at, size in (("batch", batch, mask.batch), ("head", head, mask.heads)):
-        if not 0 <= at < size:
+        if not 0 <= check_int(name, at) < size:
             raise ValueError(f"{name}: expected 0 to {size - 1}, got {at}")
+    *_, seqlen_q, seqlen_k = mask.sizes
+    if not seqlen_q or not seqlen_k:
+        raise ValueError(f"block_mask: expected one with queries and keys to draw, got one over {(seqlen_q, seqlen_k)}")
     tables = mask.tables(mask.device or torch.device("cpu"), backward=True)
     drawn = Figure(figsize=(14, 6), layout="constrained")
     left, right = drawn.subplots(1, 2)

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,30 @@ def test_what_is_drawn() -> None:
     bars = len(timeline.patches)
     assert bars == 2 * 3 * 16  # work and waits of three tiles, of as many heads as the model takes
     assert len(mask.plot(head=1).axes[0].texts) == 1
-    with pytest.raises(ValueError, match="head: expected 0 to 1, got 2"):
-        mask.plot(head=2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "chosen", "error"),
+    [
+        (BlockMask.causal(5, 5), {"head": 1}, "ValueError: head: expected 0 to 0, got 1"),
+        (BlockMask.causal(5, 5), {"batch": None}, "TypeError: batch: expected an int, got None"),
+        (
+            BlockMask.causal(0, 5),
+            {},
+            "ValueError: block_mask: expected one with queries and keys to draw, got one over ",
+        ),
+        (
+            BlockMask.causal(5, 0),
+            {},
+            "ValueError: block_mask: expected one with queries and keys to draw, got one over ",
+        ),
+    ],
+)
+def test_what_is_not_drawn(mask: BlockMask, chosen: dict[str, Any], error: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises((TypeError, ValueError)) as raised:
+        mask.plot(**chosen)
+    assert f"{raised.type.__name__}: {raised.value}".startswith(error)
 
 
 def test_a_moving_picture(tmp_path: Path) -> None:
