@@ -1,5 +1,6 @@
 """The Hopper kernels as a call launches them, and the record of what they took."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import report
 from flash_attn_cute import explain
 from lab.model.hopper import BackwardCluster, BackwardCta, Forward
 from lab.model.launch import Order, Prediction, Shape, predict
@@ -94,9 +94,9 @@ class Row(NamedTuple):
 
 def rows(suite: str) -> Iterator[Row]:
     """The dense rows of ``benchmarks/results/SUITE-cuda-bfloat16.json`` with as many heads of keys as of queries."""
-    for case in report.read_json(RESULTS / f"{suite}-cuda-bfloat16.json"):
-        found = re.fullmatch(r"(?:(forward|backward) )?(\d+)x(\d+) (\d+k?) (causal|full|plain)", case.name)
-        sizes = re.match(r"q(?:, k and v)? \((\d+), (\d+), ", case.detail)
+    for case in json.loads((RESULTS / f"{suite}-cuda-bfloat16.json").read_text())["cases"]:
+        found = re.fullmatch(r"(?:(forward|backward) )?(\d+)x(\d+) (\d+k?) (causal|full|plain)", case["name"])
+        sizes = re.match(r"q(?:, k and v)? \((\d+), (\d+), ", case["detail"])
         if found is None or sizes is None or suite == "both":
             continue
         shape = Shape(
@@ -108,4 +108,5 @@ def rows(suite: str) -> Iterator[Row]:
             causal=found[5] == "causal",
             backward=(found[1] or suite) == "backward",
         )
-        yield Row(suite, case.name, shape, case.times["flash_attn_cute"].median, case.flop_rate.median)
+        median_us, median_tflops = case["measured"]["flash_attn_cute"][0], case["rates"][0]
+        yield Row(suite, case["name"], shape, 1e-6 * median_us, 1e12 * median_tflops)
