@@ -661,7 +661,7 @@ def drawn(case: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
     """Sources of randomness and their numbers, for so many seconds, and one at the least: calls take seconds here."""
     stop = time.monotonic() + seconds
     for count in itertools.count():
-        yield count, random.Random(f"{case} {count}")
+        yield count, random.Random(f"{case} {count + (fuzz_seed << 32)}")
         if time.monotonic() > stop:
             break
 

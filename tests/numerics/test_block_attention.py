@@ -29,6 +29,7 @@ from tests.lib.checks import (
     random_call,
     run,
     same_bits,
+    with_gradients,
 )
 from tests.lib.masks import KINDS, as_if_captured, listed, masked, positions, spread, with_block_mask
 from tests.lib.oracle import Call
@@ -204,13 +205,14 @@ def test_heads_of_a_group_that_see_more_than_others(first: int) -> None:
 
 
 def test_deterministic_and_orders() -> None:
-    """The order of launches is for kernels; here the same bits come out of any."""
-    rng = random.Random(3)
-    call = random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32)
-    out = run(call, deterministic=True)
-    for order in ("spt", torch.arange(call.block_mask.sizes.blocks_k)):
-        again = run(replace(call, block_mask=call.block_mask.with_order(order, group=1)), deterministic=True)
-        assert bitwise_equal(out, again)
+    """The order of launches is for kernels' backward passes; here the same bits come out of any."""
+    call = random_dense(random.Random(3), {"nheads": 4, "nheads_k": 2}, torch.float32)
+    orders = ("default", "spt", torch.arange(call.block_mask.sizes.blocks_k))
+    masks = [call.block_mask.with_order(order, group=1) for order in orders]
+    first, *others = (
+        with_gradients(run(replace(call, block_mask=mask), deterministic=True), call.qkv) for mask in masks
+    )
+    assert all(same_bits(first, other) for other in others)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -357,8 +359,8 @@ def test_indices_are_checked_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_indices_twice_count_once() -> None:
     twice = BlockMask.from_indices(torch.tensor([[[[1, 1, 0, 1, 0]]]]), block=64, seqlen_k=128)
     once = BlockMask.from_indices(torch.tensor([[[[0, 1]]]]), block=64, seqlen_k=128)
-    q, k, v = torch.randn(1, 64, 1, 16), *(torch.randn(1, 128, 1, 16) for _ in range(2))
-    assert bitwise_equal(flash_attn_func(q, k, v, block_mask=twice), flash_attn_func(q, k, v, block_mask=once))
+    qkv = [torch.randn(1, rows, 1, 16, requires_grad=True) for rows in (64, 128, 128)]
+    assert same_bits(*(with_gradients(flash_attn_func(*qkv, block_mask=mask), qkv) for mask in (twice, once)))
 
 
 def test_nested_tensors() -> None:

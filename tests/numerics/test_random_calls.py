@@ -19,7 +19,7 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.calls import dispatch
 from lab.emulator import mailbox
 from lab.emulator.mailbox import Fault
-from tests.lib import random_calls
+from tests.lib import checks, random_calls
 from tests.lib.checks import bits, longest
 
 SMALL = ["--backend", "portable", "--longest", "40", "--seed", "1"]
@@ -110,6 +110,17 @@ def test_wrong_results_are_reported(
     arguments[arguments.index("KIND")] = f"^{kind}$"
     assert random_calls.main([*SMALL, *arguments]) == 1
     assert reported in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", [checks.draws, checks.drawn])
+def test_another_seed_draws_others(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first() -> float:
+        return next(source("a case", 0.0))[1].random()
+
+    expected = first()
+    assert first() == expected
+    monkeypatch.setattr(checks, "fuzz_seed", checks.fuzz_seed + 1)
+    assert first() != expected
 
 
 def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ SIDE = st.one_of(st.none(), st.integers(-1, 40))
 
 @st.composite
 def specs(draw: st.DrawFn) -> dict[str, Any]:
-    """Keyword arguments of ``random_call`` and whether gradients flow through lse."""
+    """Keyword arguments of ``random_call``, whether gradients flow through lse, and whether logits have a maximum."""
     packed, seqused = draw(st.booleans()), draw(st.booleans())
     batch = draw(st.integers(0, 4))
     if packed or seqused:
@@ -47,14 +47,14 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "bias_layout": draw(st.sampled_from(LAYOUTS)),
         "bias_dtype": draw(st.sampled_from([None, torch.float32])),
         "through_lse": draw(st.booleans()),
+        "return_max_logits": draw(st.booleans()),
     }
 
 
 def check(spec: dict[str, Any], seed: int) -> None:
-    spec = dict(spec)
-    through_lse = spec.pop("through_lse")
+    asked = {name: spec[name] for name in ("through_lse", "return_max_logits")}
     torch.manual_seed(seed)
-    assert_matches_oracle(random_call(**spec), through_lse=through_lse)
+    assert_matches_oracle(random_call(**{name: x for name, x in spec.items() if name not in asked}), **asked)
 
 
 @settings(max_examples=60)
