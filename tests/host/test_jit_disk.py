@@ -258,6 +258,16 @@ def test_folders_are_made_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new" / "kernels").stat().st_mode) == 0o700
 
 
+def test_nothing_stays_open(folder: Path) -> None:
+    before = {*os.listdir("/proc/self/fd")}
+    with disk.Folder(folder) as opened, opened.lock(NAME):
+        opened.write(NAME, IDENTITY, b"code")
+    folder.chmod(0o777)
+    with pytest.raises(disk.UnsafeFolderError):
+        disk.Folder(folder)
+    assert {*os.listdir("/proc/self/fd")} <= before
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
 def test_folders_that_others_can_write_are_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
