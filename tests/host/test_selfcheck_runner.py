@@ -79,8 +79,8 @@ def test_steps_that_pass_share_a_process(log: Path) -> None:
 )
 def test_what_goes_wrong_is_a_verdict_on_its_family(what: str, why: str, processes: int, log: Path) -> None:
     """The next step runs, in a new process if need be; the family itself is not asked for again."""
-    bad = steps(f"bad: {what}", seconds=1.0 if "1 seconds" in why else 20.0)
-    run = Run([*steps("good: fine"), *bad, *steps("bad: fine", "good: left out")], log)
+    bad = steps(f"bad: {what}", seconds=2.0 if "1 seconds" in why else 40.0)
+    run = Run([*steps("good: fine"), *bad, *steps("bad: fine", "good: left out")], log, LIMITS._replace(scale=0.5))
     assert run.found.failed == {"bad": f"bad: {what}: {why}"}
     assert run.found.left_out == {"good: left out": "no memory"}
     assert not run.found.unjudged
