@@ -162,6 +162,7 @@ def made(store: Store, key: Hashable, device: torch.device, make: Callable[[], T
         if there is None:
             unfinished = _Unfinished(store, key)
             try:
+                _unfinished.add(unfinished)  # first, for a fork may follow at once
                 there = store.setdefault(key, unfinished)
                 if there is unfinished:
                     return _make(unfinished, device, make, in_thread)
@@ -188,7 +189,6 @@ def finish(store: Store) -> None:
 
 def _make(unfinished: _Unfinished, device: torch.device, make: Callable[[], T], in_thread: bool) -> T:
     store, key = unfinished.store, unfinished.key
-    _unfinished.add(unfinished)
     kept = Kept((apart if in_thread else outside)(make, device), device)
     if len(store) > _MOST:
         store.pop(next((other for other, there in list(store.items()) if isinstance(there, Kept)), None), None)
@@ -306,10 +306,14 @@ class _Unfinished:
         self.store, self.key = store, key
         self.done = threading.Event()
 
-    def end(self) -> None:
-        """Has the others look for what has been made; nothing is kept of what failed."""
+    def forget(self) -> None:
+        """Lets others make it, unless it has been made."""
         if self.store.get(self.key) is self:
             del self.store[self.key]
+
+    def end(self) -> None:
+        """Has the others look for what has been made; nothing is kept of what failed."""
+        self.forget()
         _unfinished.discard(self)
         self.done.set()
 
@@ -322,7 +326,7 @@ _of_parent: list[Kept[Any]] = []
 def _begin_as_child() -> None:
     """After a fork: what other threads were making never comes, and what is on the parent's GPUs is never freed."""
     for unfinished in _unfinished:
-        unfinished.store.pop(unfinished.key, None)
+        unfinished.forget()
     _unfinished.clear()
     for kept in _on_gpus:
         kept._readers.clear()  # so that each asks anew

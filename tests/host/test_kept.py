@@ -565,6 +565,23 @@ def test_an_interrupt_leaves_nothing() -> None:
     assert not store
 
 
+def test_forked_children_make_what_others_have_begun() -> None:
+    """The fork may come as soon as others can see that something is being made."""
+    codes = []
+
+    class Forked(dict[Any, Any]):
+        def setdefault(self, key: Any, default: Any = None) -> Any:
+            there = super().setdefault(key, default)
+            child = os.fork()
+            if not child:
+                os._exit(len(self))
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return there
+
+    assert kept.made(Forked(), "key", torch.device("cpu"), list) == []
+    assert codes == [0]
+
+
 def test_ids_of_sources_are_not_given_to_others() -> None:
     """A tensor in the place of one that is gone may have its id, and as many writes."""
     named = {"mask_mod": [torch.zeros(1)]}
