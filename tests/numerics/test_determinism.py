@@ -106,11 +106,6 @@ def digest(results: Results) -> str:
     return sha.hexdigest()
 
 
-def digests(cases: list[Case], backend: str) -> list[str]:
-    """Digest of each case, in this process."""
-    return [digest(prepare(case, backend)()) for case in cases]
-
-
 def digests_under_load(cases: list[Case], backend: str, repetitions: int) -> list[tuple[str, list[str]]]:
     """Digest of each case in this process beside other work, and the results that differ from run to run."""
     found = []
@@ -209,19 +204,14 @@ def test_the_check_sees_one_difference_among_many_repetitions() -> None:
 
 @on_both
 def test_under_load(backend: str, head_dim: int, repetitions: int) -> None:
-    """Whichever CTAs run at the same time, they come to an end, and to the same bits as here without load."""
-    cases = [case for case in CASES.values() if case["head_dim"] == head_dim]
-    (loaded,) = in_processes(1, digests_under_load, cases, backend, repetitions)
-    assert loaded == [(idle, []) for idle in digests(cases, backend)]
+    """Whichever CTAs run at the same time, they come to an end, and to the same bits as here without load.
 
-
-@needs_kernels
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_other_processes(head_dim: int) -> None:
-    """Both compile, or load, the kernels; the portable backend's process is that of ``test_under_load``."""
+    Both processes on a GPU compile, or load, the kernels.
+    """
     cases = [case for case in CASES.values() if case["head_dim"] == head_dim]
-    first, second = in_processes(2, digests, cases, "sm90")
-    assert first == second == digests(cases, "sm90")
+    idle: list[tuple[str, list[str]]] = [(digest(prepare(case, backend)()), []) for case in cases]
+    for loaded in in_processes(1 if backend == "portable" else 2, digests_under_load, cases, backend, repetitions):
+        assert loaded == idle
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func
 from tests.lib.checks import (
+    DEVICES,
     Case,
     assert_compiles,
     assert_matches_oracle,
@@ -79,30 +80,30 @@ CALLS: dict[str, Case] = {
 }
 
 
-def check(call: Call, count: int, **options: Any) -> None:
-    """Against the oracle; and that nothing but padding beside a sink made tables."""
-    assert_matches_oracle(call, through_lse=count % 2 == 0, deterministic=count % 3 == 0, **options)
-    offsets = call.block_mask.offsets
-    is_listed = call.learnable_sink is not None and offsets is not None and offsets.seqused is not None
-    assert bool(call.block_mask._rows) == is_listed
-
-
 @each_of("options", CALLS)
-def test_windows_and_documents(options: Case, fuzz_seconds: float) -> None:
-    for count, rng in draws(str(options), fuzz_seconds / 2):
+@pytest.mark.parametrize(
+    ("backend", "dtypes", "shape"),
+    [
+        ("portable", [torch.float32, torch.float64], {}),
+        *(
+            pytest.param("sm90", [torch.bfloat16], {"head_dim": d, "head_dim_v": d}, marks=needs_kernels)
+            for d in (64, 128, 256)
+        ),
+    ],
+    ids=["portable", "sm90-64", "sm90-128", "sm90-256"],
+)
+def test_windows_and_documents(
+    backend: str, dtypes: list[torch.dtype], shape: Case, options: Case, fuzz_seconds: float
+) -> None:
+    """Results are the oracle's, and nothing but padding beside a sink makes tables."""
+    for count, rng in draws(f"{shape} {options}", fuzz_seconds / 2):
         torch.manual_seed(count)
-        call = drawn(rng, "cpu", dtype=rng.choice([torch.float32, torch.float64]), **options)
-        check(call, count)
-
-
-@needs_kernels
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_windows_and_documents_on_a_gpu(head_dim: int, fuzz_seconds: float) -> None:
-    for options in CALLS.values():
-        for count, rng in draws(f"{head_dim} {options}", fuzz_seconds):
-            torch.manual_seed(count)
-            call = drawn(rng, "cuda", dtype=torch.bfloat16, **options | {"head_dim": head_dim, "head_dim_v": head_dim})
-            check(call, count, backend="sm90")
+        call = drawn(rng, DEVICES[backend], dtype=rng.choice(dtypes), **options | shape)
+        asked: Case = {"through_lse": count % 2 == 0, "deterministic": count % 3 == 0, "backend": backend}
+        assert_matches_oracle(call, **asked)
+        offsets = call.block_mask.offsets
+        is_listed = call.learnable_sink is not None and offsets is not None and offsets.seqused is not None
+        assert bool(call.block_mask._rows) == is_listed
 
 
 IDS = torch.tensor([2] * 400 + [5] * 300 + [-1] * 100)

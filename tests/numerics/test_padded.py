@@ -15,7 +15,18 @@ from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
-from tests.lib.checks import Case, assert_close, bitwise_equal, each_of, gradients, offsets, same_bits, with_gradients
+from tests.lib.checks import (
+    Case,
+    assert_close,
+    assert_compiles,
+    assert_results_close,
+    bitwise_equal,
+    each_of,
+    gradients,
+    offsets,
+    same_bits,
+    with_gradients,
+)
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 from tests.lib.waits import NeverWaiting, Waits
@@ -211,8 +222,6 @@ def test_nothing_is_read_where_a_bound_is_given() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
-    torch._dynamo.reset()
-
     def attend(mask: Tensor, *qkv: Tensor) -> Tensor:
         return attend_packed(mask, 20, *qkv, causal=True)
 
@@ -220,9 +229,7 @@ def test_compiled(backend: str) -> None:
         return flash_attn_func(*qkv, seqused_q=seqused_of(mask), seqused_k=seqused_of(mask), causal=True)
 
     for function, mask in ((attend, MASKS["holes"]), (attend_right, MASKS["right"])):
-        compiled = torch.compile(function, backend=backend, fullgraph=True)
-        qkv = leaves(mask)
-        assert same_bits(*(with_gradients(run(mask, *qkv), qkv) for run in (function, compiled)))
+        assert_compiles(function, [(mask, *leaves(mask))], 1, backend)
 
 
 def test_compiled_for_other_shapes_and_without_a_bound() -> None:
@@ -407,12 +414,9 @@ def test_nested_tensors_match_the_oracle(
     assert (out + out).shape == out.shape
     cu, cu_k = offsets(lengths), offsets(lengths_k or lengths)
     rows = [x.values().detach().requires_grad_() for x in (q, k, v)]
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
     call = Call(rows[0], rows[1], rows[2], cu, cu_k, **options)
-    true_out, true_lse = oracle.attention(call)
-    truth = gradients(call, true_out, true_lse, dout, dlse)
-    assert_close("lse", lse.values().detach(), true_lse.detach(), true_lse.detach(), 2.0, 10.0)
-    for name, got, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (true_out, *truth.values()), strict=False):
-        assert_close(name, got.values().detach(), true.detach(), true.detach(), 2.0, 10.0)
+    assert_results_close(call, {name: x.values().detach() for name, x in found.items()}, dout, dlse)
 
 
 def test_nested_tensors_with_gaps() -> None:

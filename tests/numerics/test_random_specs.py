@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib.checks import LAYOUTS, assert_matches_oracle, random_call
+from tests.lib.checks import LAYOUTS, assert_matches_oracle, draws, random_call, small_call
+from tests.lib.masks import with_block_mask
 
 LENGTH = st.one_of(st.integers(0, 9), st.sampled_from([31, 32, 33, 127, 128, 129]))
 SIDE = st.one_of(st.none(), st.integers(-1, 40))
@@ -68,3 +69,15 @@ def test_random_spec(spec: dict[str, Any], seed: int) -> None:
 @given(spec=specs(), seed=st.integers(0, 2**32 - 1))
 def test_many_random_specs(spec: dict[str, Any], seed: int) -> None:
     check(spec, seed)
+
+
+BLOCK_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200, 257, 300)
+BROADCAST = (None, (1, 1, 1), (1, 0, 1), (1, 1), (0,))  # shapes of a mask or bias
+
+
+def test_random_block_masks(fuzz_seconds: float) -> None:
+    """Any block mask beside any mixture of features, dense and packed."""
+    for _, draw in draws("block masks", 2 * fuzz_seconds, least=6):  # a busy machine may be slow
+        call = small_call(draw, BLOCK_LENGTHS, mask=draw.choice(BROADCAST), bias=draw.choice(BROADCAST))
+        sets = (1 if call.q.ndim == 3 else len(call.q), draw.choice([call.q.shape[-2], call.k.shape[-2]]))
+        assert_matches_oracle(with_block_mask(call, draw, sets=sets), through_lse=draw.random() < 0.5)
