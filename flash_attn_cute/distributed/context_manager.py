@@ -71,7 +71,7 @@ def context_parallel(
     given = [] if buffers is None else list(check_sequence("buffers", buffers))
     dims = [] if buffer_seq_dims is None else list(check_sequence("buffer_seq_dims", buffer_seq_dims))
     kept = [] if no_restore_buffers is None else list(check_sequence("no_restore_buffers", no_restore_buffers))
-    place = grid(dimensions(mesh), method).place
+    place = grid(dimensions(mesh, "mesh"), method).place
     sharding = rank_agreement.on_all_ranks(
         mesh,
         lambda: _checked_sharding(given, dims, kept, sharding, place, method),
@@ -135,7 +135,7 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
         ValueError: not as many dimensions as buffers, a dimension that its buffer lacks, or rows of another number than
             the sharding gives this rank. With ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does.
     """
-    ranks = Ranks.of(mesh)
+    ranks = Ranks.over(dimensions(mesh, "mesh"))
 
     def stated() -> dict[str, str]:
         check_sequence("buffers", buffers)

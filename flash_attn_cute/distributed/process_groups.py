@@ -66,8 +66,12 @@ class Place(NamedTuple):
         return self.outer_size * self.inner_size
 
 
-def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
+def dimensions(group: Group, name: str = "group") -> tuple[ProcessGroup, ...]:
     """One process group, or those of a mesh's two dimensions.
+
+    Args:
+        group: the user's argument.
+        name: its name, for errors.
 
     Raises:
         TypeError: neither a process group nor a mesh.
@@ -78,13 +82,13 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
     found: list[Any]
     if isinstance(given, DeviceMesh):
         if given.ndim > 2:
-            raise ValueError(f"group: expected a mesh of one or two dimensions, got {given.ndim}")
+            raise ValueError(f"{name}: expected a mesh of one or two dimensions, got {given.ndim}")
         coordinate = given.get_coordinate()
         found = [None] if coordinate is None else [given.get_group(dim) for dim in range(given.ndim)]
         # Each group numbers its processes in ascending order: in others, two processes would be one rank of the grid.
         if given.ndim == 2 and coordinate is not None and [*coordinate] != [dist.get_rank(x) for x in found]:
             raise ValueError(
-                f"group: expected a mesh of two dimensions to have its processes in ascending order along each, "
+                f"{name}: expected a mesh of two dimensions to have its processes in ascending order along each, "
                 f"got {given.mesh.tolist()}"
             )
     elif given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes that it leaves out
@@ -92,13 +96,13 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
     elif given is None or isinstance(given, ProcessGroup):
         found = [dist.group.WORLD if given is None else given]
     else:
-        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(given).__name__}")
+        raise TypeError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(given).__name__}")
     for member in found:
         if member is None or dist.get_rank(member) < 0:
             got = (
                 "one without it" if dist.is_initialized() else "none: torch.distributed.init_process_group comes first"
             )
-            raise ValueError(f"group: expected one that this process is in, got {got}")
+            raise ValueError(f"{name}: expected one that this process is in, got {got}")
     return tuple(found)
 
 

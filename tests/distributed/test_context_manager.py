@@ -249,17 +249,21 @@ entered(sharding=Sharding.balanced([0, 4], 2))
     ValueError: sharding: expected one over the 1 ranks
 entered(sharding=[0, 4])
     TypeError: sharding: expected a Sharding, ... got list
+entered(7, buffers=[ROWS], buffer_seq_dims=[0])
+    TypeError: mesh: expected a ProcessGroup, a DeviceMesh or None, got int
+context_parallel_unshard(7, [ROWS], [0])
+    TypeError: mesh: expected a ProcessGroup, a DeviceMesh or None, got int
 entered(buffers=[ROWS], buffer_seq_dims=[0], method="alltoall")
     ValueError: method: expected one of
 """
 
 
-def entered(**given: Any) -> None:
+def entered(mesh: Any = None, **given: Any) -> None:
     """Enters a context, and sees that buffers are as they were."""
     buffers = [x for x in given.get("buffers", ()) if isinstance(x, Tensor)]
     shapes = [x.shape for x in buffers]
     try:
-        with context_parallel(None, **given):
+        with context_parallel(mesh, **given):
             pytest.fail("the context has been entered")
     finally:
         assert shapes == [x.shape for x in buffers]
