@@ -244,11 +244,8 @@ def test_mask_that_hides_everything(backend: str, kept: tuple[int, ...], packed:
     call = call_on(backend, *lengths, packed=packed, mask=kept, bias=(1, 1, 1), sink=sink, causal=sink)
     call.mask.fill_(False)
     assert_matches_oracle(call, through_lse=sink, backend=backend)
-    out, lse = run(call, return_lse=True, backend=backend)
-    found = gradients(call, out, lse, torch.randn_like(out), None)
-    found.pop("dlearnable_sink", None)
-    for name, x in {"out": out, **found}.items():
-        assert not x.any(), name
+    out = run(call, backend=backend)
+    assert not torch.autograd.grad(out, call.bias, torch.ones_like(out))[0].any()
 
 
 TILES: dict[str, Case] = {
