@@ -12,6 +12,8 @@ from flash_attn_cute import BlockMask, explain, flash_attn_func
 from tests.lib.checks import (
     Case,
     assert_matches_oracle,
+    assert_results_close,
+    bitwise_equal,
     both_passes,
     call_on,
     differing,
@@ -20,6 +22,7 @@ from tests.lib.checks import (
     needs_kernels,
     packed_or_dense,
     run,
+    same_bits,
     with_gradients,
 )
 from tests.lib.masks import listed, masked, spread, with_block_mask
@@ -250,18 +253,15 @@ def test_one_mask_by_two_constructors() -> None:
         BlockMask.from_function(lambda b, h, q, k: k <= q, length, length, device="cuda"),
         BlockMask.from_dense(torch.ones(length, length, dtype=torch.bool, device="cuda").tril()),
     )
-    q, k, v = (torch.randn(2, length, 2, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    dout, results = torch.randn_like(q), []
-    for mask in masks:
-        out = flash_attn_func(q, k, v, block_mask=mask, deterministic=True, backend="sm90")
-        results.append(with_gradients(out, (q, k, v), dout))
-    for other in results[1:]:
-        for name, a, b in zip(("out", "dq", "dk", "dv"), results[0], other, strict=True):
-            if name == "dq":
-                torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
-            else:
-                assert torch.equal(a, b), name
-    assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+    call = call_on("sm90", [length] * 2, packed=False, nheads=2, head_dim=128)
+    dout = torch.randn_like(call.q)
+    first, *others = (
+        both_passes(replace(call, block_mask=mask), dout, deterministic=True, backend="sm90")() for mask in masks
+    )
+    for other in others:
+        assert same_bits(*([each[name] for name in ("out", "lse", "dk", "dv")] for each in (first, other)))
+        assert_results_close(replace(call, causal=True), {"dq": other["dq"]}, dout)
+    assert bitwise_equal(*(other["dq"] for other in others))
 
 
 @needs_kernels
