@@ -281,7 +281,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
         assert ahead.count(load) >= num
         assert "LDTM" not in ahead
     # Under a mask the compiler may write some blocks of a pass apart.
-    loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
+    loads = ((c.q_parts + 1) * c.tile_d + c.tile_dv // c.ctas_a_tile) // 64
     assert loads <= count(sass, "UTMALDG") <= loads * (3 if c.features.listed else 1)
     assert count(sass, "UTMASTG") == (0 if c.features.wide else c.tile_dv // 64)
     assert count(ptx, "tcgen05.alloc") == count(ptx, "tcgen05.dealloc") == 1
@@ -323,7 +323,7 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     blocks = queries // 32
     changes = blocks * c.num_passes * (1 + (c.features.softcap or c.features.bias))
     # Of dV and of dK, the last of an odd number for whose piece it is.
-    pieces = sum(-(-num // COMPUTE_WARPGROUPS) for num in (c.pieces_dV, c.pieces_dK))
+    pieces = sum(-(-columns // (64 * COMPUTE_WARPGROUPS)) for columns in (c.tile_dv, c.tile_d))
     assert count(sass, "LDTM") == blocks * (c.num_passes + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
     assert count(sass, "STTM") == 2 * blocks + changes + (c.tile_d // 64 if c.holds_keys else 0)
     assert count(sass, "MUFU.EX2") == c.num_passes * c.tile_m // COMPUTE_WARPGROUPS

@@ -51,7 +51,7 @@ def check_schedule(schedule: Schedule) -> None:
 def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     if c.ctas_a_tile == 2:
         assert (c.tile_d, c.tile_dv) in ((192, 128), (256, 128), (256, 256))
-        assert c.columns_shared % O_COLUMNS == 0
+        assert c.tile_dv // c.ctas_a_tile % O_COLUMNS == 0
     assert c.tile_d >= d
     assert c.tile_dv >= d_v
     check_schedule(forward_schedule(c))

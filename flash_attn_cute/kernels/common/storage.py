@@ -66,13 +66,9 @@ class SharedMemory:
         place = getattr(storage, buffer.place_of or buffer.name)
         if not buffer.swizzle:
             return place.get_tensor(cute.make_layout(buffer.shape))
-        layout = self._swizzled(buffer)
+        layout = self.swizzled(self.dtype, buffer.swizzle, buffer.shape[:-1] if buffer.apart else buffer.shape)
+        if buffer.apart:
+            outer = cute.append(layout.outer, cute.make_layout(buffer.shape[-1], stride=buffer.apart))
+            layout = cute.make_composed_layout(layout.inner, layout.offset, outer)
         tensor = place.get_tensor(layout.outer, swizzle=layout.inner)
         return cute.make_tensor(tensor.iterator + buffer.offset, layout.outer) if buffer.offset else tensor
-
-    def _swizzled(self, buffer: Buffer) -> cute.ComposedLayout:
-        if not buffer.apart:
-            return self.swizzled(self.dtype, buffer.swizzle, buffer.shape)
-        one = self.swizzled(self.dtype, buffer.swizzle, buffer.shape[:-1])
-        outer = cute.append(one.outer, cute.make_layout(buffer.shape[-1], stride=buffer.apart))
-        return cute.make_composed_layout(one.inner, one.offset, outer)

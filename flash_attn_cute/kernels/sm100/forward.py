@@ -65,7 +65,7 @@ from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_W
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import SPARE_REGISTERS, forward_schedule
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer, Shared
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     BlockOfBias,
@@ -87,7 +87,7 @@ class ForwardSm100(ForwardKernel):
     """The forward kernel of one configuration."""
 
     def __init__(self, config: ForwardConfig):
-        super().__init__(config, forward_schedule(config), swizzled_by)
+        super().__init__(config, forward_schedule(config), swizzled)
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
         self.commit = commit

@@ -44,11 +44,6 @@ class ForwardConfig(Sm100Config):
         return self.tile_n // self.ctas_a_tile
 
     @property
-    def columns_shared(self) -> int:
-        """Columns of v that a CTA has in shared memory."""
-        return self.tile_dv // self.ctas_a_tile
-
-    @property
     def mask_tile(self) -> MaskTile:
         """Cut of a mask: a part of a tile, which has a list of its own, and a block."""
         return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)

@@ -67,7 +67,8 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     modes = "row, d, part; then O" if c.o_in_q else "row, d, part"
     sQ = Buffer("sQ", (PART_ROWS, c.tile_d, parts), modes, align=1024, swizzle=c.tile_d)
     sK = Buffer("sK", (c.keys_shared, c.tile_d, c.k_stages), "key, d, stage", align=1024, swizzle=c.tile_d)
-    sV = Buffer("sV", (c.tile_n, c.columns_shared, c.v_stages), "key, d_v, stage", align=1024, swizzle=c.columns_shared)
+    columns_V = c.tile_dv // ctas
+    sV = Buffer("sV", (c.tile_n, columns_V, c.v_stages), "key, d_v, stage", align=1024, swizzle=columns_V)
     o_stages = 0 if c.o_in_q else O_STAGES
     sO = Buffer("sO", (PART_ROWS, O_COLUMNS, o_stages), "row, columns of a piece, stage", align=1024, swizzle=O_COLUMNS)
 

@@ -30,16 +30,11 @@ def tiled_mma(
     return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, group, (rows, columns), source_a)
 
 
-def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
+def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:
     """(rows, columns, ...) in shared memory, for TMA, and as A or as B of products.
 
-    Of a row 64 columns are contiguous, or 32 where there are not a multiple of 64.
+    Of a row 64 columns are contiguous, or 32 if ``columns``, all of them or a part, are not a multiple of 64.
     """
-    return swizzled_by(dtype, shape[1], shape)
-
-
-def swizzled_by(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """``swizzled``, with as many contiguous columns of a row as so many are a multiple of."""
     kinds = tcgen05.SmemLayoutAtomKind
     atom = tcgen05.make_smem_layout_atom(kinds.K_SW64 if columns % 64 else kinds.K_SW128, dtype)
     return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))

@@ -9,7 +9,6 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     CTAS,
-    O_COLUMNS,
     PART_ROWS,
     SCORE_COLUMNS,
     TARGETS,
@@ -48,11 +47,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
     def stages(self) -> int:
         """Blocks of queries in flight."""
         return self.q_stages
-
-    @property
-    def delta_stages(self) -> int:
-        """Stages of delta in shared memory: it comes with dO, or in two passes with Q."""
-        return self.do_stages if self.num_passes == 1 else self.q_stages
 
     @property
     def mask_tile(self) -> MaskTile:
@@ -194,16 +188,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
     def columns_of_keys(self) -> int:
         """Columns that a CTA of a pair has of both CTAs' keys: those of dQ that it computes, the first or the last."""
         return PART_ROWS if self.transposes_dQ else self.tile_d // CTAS
-
-    @property
-    def pieces_dK(self) -> int:
-        """Number of pieces of 64 columns in which dK leaves."""
-        return self.tile_d // O_COLUMNS
-
-    @property
-    def pieces_dV(self) -> int:
-        """Number of pieces of 64 columns in which dV leaves."""
-        return self.tile_dv // O_COLUMNS
 
 
 class _BackwardTile(NamedTuple):

@@ -19,6 +19,7 @@ from flash_attn_cute.kernels.sm100.config import (
     CTAS,
     ENTRY_STAGES,
     MMA_WARP,
+    O_COLUMNS,
     PART_ROWS,
     PRODUCER_WARP,
     SHARED_MEMORY,
@@ -96,13 +97,14 @@ def _pipelines(
         """A pipeline that TMA fills; TMA of a pair brings the bytes of both CTAs to the leader's barrier."""
         return Pipeline(name, stages, what, (producer.once(),), empty, 2 * shape[0] * shape[1] * ctas + more)
 
-    def left(pieces: int) -> Arrivals:
-        """Arrivals when a result that takes the place of an operand has left shared memory."""
-        return Arrivals(compute.name, "a warp of each warpgroup with pieces of", min(pieces, COMPUTE_WARPGROUPS))
+    def left(columns: int) -> Arrivals:
+        """Arrivals when a result that takes the place of an operand has left shared memory, in pieces."""
+        number = min(columns // O_COLUMNS, COMPUTE_WARPGROUPS)
+        return Arrivals(compute.name, "a warp of each warpgroup with pieces of", number)
 
-    def read(pieces: int) -> Arrivals:
+    def read(columns: int) -> Arrivals:
         """Arrivals when a result in tensor memory has been read."""
-        number = 4 * min(pieces, COMPUTE_WARPGROUPS) * ctas
+        number = 4 * min(columns // O_COLUMNS, COMPUTE_WARPGROUPS) * ctas
         return Arrivals(compute.name, "each warp of warpgroups with pieces of", number, "both CTAs" if pair else "")
 
     done, computed, all_computed = mma.commit(), compute.per_warp(), compute.per_warp(ctas)
@@ -112,9 +114,9 @@ def _pipelines(
     K_columns = (c.tile_n, c.columns_of_keys)
     Q_columns, dO_columns = (c.tile_m, c.tile_d // CTAS), (c.tile_m, c.tile_dv // CTAS)
     # A result leaves through the place of an operand, which is loaded behind it.
-    k_empty, v_empty, k_columns_empty = left(c.pieces_dK), left(c.pieces_dV), done
+    k_empty, v_empty, k_columns_empty = left(c.tile_d), left(c.tile_dv), done
     if c.holds_keys:
-        k_empty, v_empty, k_columns_empty = done, left(c.pieces_dK), left(c.pieces_dV)
+        k_empty, v_empty, k_columns_empty = done, left(c.tile_d), left(c.tile_dv)
     q_more, do_more = (0, 0) if pair else (stats_bytes, stats_bytes) if one_pass else (2 * stats_bytes, 0)
     k = loaded("k", c.kv_stages, "K of a tile", K, k_empty)
     if c.holds_keys:  # which counts in its own CTA
@@ -147,8 +149,8 @@ def _pipelines(
             Pipeline(name, DQ_STAGES, "a piece of dQ", (drain.per_warp(),), (adding.once(),))
             for name in ("pieces_even", "pieces_odd")  # of even and of odd steps: an adding warp has its own
         ),
-        Pipeline("dv", 1, "dV of a tile", (done,), (read(c.pieces_dV),)),
-        Pipeline("dk", 1, "dK of a tile", (done,), (read(c.pieces_dK),)),
+        Pipeline("dv", 1, "dV of a tile", (done,), (read(c.tile_dv),)),
+        Pipeline("dk", 1, "dK of a tile", (done,), (read(c.tile_d),)),
         Pipeline("entries", ENTRY_STAGES if listed else 0, "an entry of a list", (producer.once(),), (computed,)),
         Pipeline("turns", ENTRY_STAGES if listed else 0, "a turn", (producer.once(),), (adding.per_warp(),)),
         loaded("k_columns", int(pair), "K of a tile, by columns", K_columns, k_columns_empty),
@@ -179,7 +181,10 @@ def _buffers(c: BackwardConfig) -> tuple[Buffer, ...]:
     """Buffers of shared memory, in the order of their addresses."""
     pair, listed = c.ctas_a_tile == CTAS, c.features.listed
     info_stages = ENTRY_STAGES if listed else 0
-    q_stats, do_stats = (STATS_STAGES, STATS_STAGES) if pair else (c.q_stages, c.delta_stages)
+    # Of a CTA alone lse comes with Q, and delta with dO, or in two passes with Q.
+    q_stats, do_stats = (c.q_stages, c.q_stages if c.num_passes == 2 else c.do_stages)
+    if pair:
+        q_stats = do_stats = STATS_STAGES
     return (
         Buffer("holder", (1,), "address of tensor memory", "int32"),
         Buffer("tile_fields", (KEY_TILE_FIELDS, TILE_STAGES), "field, tile stage", "int32", align=16 if pair else 4),

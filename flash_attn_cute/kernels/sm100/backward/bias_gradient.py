@@ -26,10 +26,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
-from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
 from flash_attn_cute.kernels.common.bias_pieces import Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.main_kernels import BiasGradientKernel
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles
@@ -38,7 +38,7 @@ from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_config import BiasGradientConfig
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled_by, tiled_mma
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     add_in_memory,
@@ -66,7 +66,7 @@ class BiasGradientSm100(BiasGradientKernel):
     """The kernel of one configuration."""
 
     def __init__(self, config: BiasGradientConfig):
-        super().__init__(config, bias_gradient_schedule(config), swizzled_by)
+        super().__init__(config, bias_gradient_schedule(config), swizzled)
 
     def mmas(self) -> cute.TiledMma:
         return tiled_mma(self.dtype, OperandMajorMode.K, self.config.tile_n, tcgen05.OperandSource.SMEM)

@@ -65,7 +65,7 @@ from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP
-from flash_attn_cute.kernels.sm100.mma import commit, swizzled, swizzled_by, write_row
+from flash_attn_cute.kernels.sm100.mma import commit, swizzled, write_row
 
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
@@ -75,7 +75,7 @@ class BackwardCtaSm100(BackwardKernel):
     """The backward kernel of one configuration: persistent CTAs."""
 
     def __init__(self, config: BackwardConfig):
-        super().__init__(config, backward_schedule(config), swizzled_by)
+        super().__init__(config, backward_schedule(config), swizzled)
         self.transfers = Transfers(config)
         self.scores = Scores(config)
 
@@ -91,7 +91,7 @@ class BackwardCtaSm100(BackwardKernel):
         """Pieces of dK and dV; None if they leave wide, from registers."""
         if self.config.features.wide:
             return {"dK": None, "dV": None}
-        store, piece = cpasync.CopyBulkTensorTileS2GOp(), swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
+        store, piece = cpasync.CopyBulkTensorTileS2GOp(), swizzled(self.dtype, O_COLUMNS, (PART_ROWS, O_COLUMNS))
         packed = self.config.features.packed
         return {
             name: make_row_tiles(store, x, piece, (PART_ROWS, O_COLUMNS), packed)
@@ -233,7 +233,7 @@ class BackwardCtaSm100(BackwardKernel):
             if not is_last or tiles_before > 0:
                 is_first = tile.wait_turn(c, semaphore, barrier)
         for which in results:  # in pieces of 64 columns, a warpgroup every other one
-            num = (c.pieces_dV, c.pieces_dK)[which]
+            num = (c.tile_dv, c.tile_d)[which] // O_COLUMNS
             odd = num % COMPUTE_WARPGROUPS
             if const_expr(odd):  # the first one of dV is the first warpgroup's, and that of dK the second one's
                 if work.warpgroup == which:
@@ -243,7 +243,7 @@ class BackwardCtaSm100(BackwardKernel):
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for which in results:
-                if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
+                if const_expr((c.tile_dv, c.tile_d)[which] > O_COLUMNS) or work.warpgroup == which:
                     self._ways_out(shared)[which][1].release(tile_idx)  # to the producer
         if const_expr(c.features.grouped):
             if not is_last:

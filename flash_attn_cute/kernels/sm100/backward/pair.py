@@ -81,7 +81,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         loaded = {name: self.loaded_tiles(f"s{name}", x) for name, x in tensors.items()}
         if c.holds_keys:  # whose bytes count in their own CTA
             loaded["K"] = self.memory.row_tiles(cpasync.CopyBulkTensorTileG2SOp(), "sK", mK, packed)
-        piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
+        piece = swizzled(self.dtype, O_COLUMNS, (PART_ROWS, O_COLUMNS))
         loaded["K_columns"] = make_row_tiles(self.load_operation(), mK, piece, (PART_ROWS, O_COLUMNS), packed)
         return BackwardTiles(**loaded, **self._tiles_out(mdK, mdV))
 

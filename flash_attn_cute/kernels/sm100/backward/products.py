@@ -164,7 +164,7 @@ def _operands_of_dQ(config: BackwardConfig, shared: Shared) -> tuple[cute.Tensor
         return cute.group_modes(dS, 1, 3), [transposed(shared.sK_columns)]
     if not c.transposes_dQ:
         return transposed(shared.sdS), [transposed(shared.sK)]
-    layout = swizzled(DTYPES[c.dtype], (c.tile_n, PART_ROWS)).outer
+    layout = swizzled(DTYPES[c.dtype], PART_ROWS, (c.tile_n, PART_ROWS)).outer
     columns = (shared.sK.iterator + c.first_row_dQ(part) * c.tile_n for part in range(c.parts_dQ))
     return transposed(shared.sdS), (transposed(cute.make_tensor(x, layout)) for x in columns)
 

@@ -24,10 +24,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
-from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
 from flash_attn_cute.kernels.common.bias_pieces import Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.main_kernels import BiasGradientKernel
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
