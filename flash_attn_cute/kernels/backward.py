@@ -48,6 +48,8 @@ class BackwardSizes:
     ctas_an_sm: ClassVar[int] = 1  # that are there at a time
     fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
     permutes_rows: ClassVar[bool] = False  # of lse and delta, as ``sm90.backward.workspace.permuted`` does
+    # Whether the main kernel zeroes the sums of dQ; if not, and they have no order, a kernel ahead of it does.
+    zeroes_sums: ClassVar[bool] = False
     stores_dS: ClassVar[bool] = False  # the main kernel stores dS in place of adding dQ (``common.ds_cells``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
     persistent: ClassVar[bool] = True  # whether a CTA, or a cluster, takes one tile after the other
@@ -56,16 +58,8 @@ class BackwardSizes:
     tile_d: int
     tile_m: int  # queries a block
     tile_n: ClassVar[int]  # keys a tile
-
-    @property
-    def mask_tile(self) -> MaskTile:
-        """How a mask is cut."""
-        raise NotImplementedError
-
-    @property
-    def semaphores(self) -> tuple[int, int]:
-        """Counters of additions a block of queries, and of keys."""
-        raise NotImplementedError
+    mask_tile: ClassVar[MaskTile]  # how a mask is cut
+    semaphores: ClassVar[tuple[int, int]]  # counters of additions a block of queries, and of keys
 
     @property
     def numbers_a_query(self) -> int:
@@ -81,11 +75,6 @@ class BackwardSizes:
     def counts_additions(self) -> bool:
         """Whether what is added to dQ is counted: to have an order, or because its rounding waits for all of it."""
         return self.features.deterministic
-
-    @property
-    def zeroes_sums(self) -> bool:
-        """Whether the main kernel zeroes the sums of dQ; if not, and they have no order, a kernel ahead of it does."""
-        return False
 
     @property
     def reverses_last(self) -> bool:

@@ -36,7 +36,6 @@ from flash_attn_cute.kernels.common.score_tensors import known_keys
 from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
 from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS
 
-NUM_FIELDS = KEY_TILE_FIELDS
 _BLOCKS = 12  # the first of its blocks' among them
 _START, _STOP = _BLOCKS, _BLOCKS + 3
 
@@ -76,7 +75,7 @@ class KeyTile:
 
         Unused fields are not loaded, so a role calls this where it needs the tile instead of keeping it in registers.
         """
-        values = [fields[i] for i in range(NUM_FIELDS)]
+        values = [fields[i] for i in range(KEY_TILE_FIELDS)]
         first_key, head, head_k, batch, block, first_block, shared, *others = values[:_BLOCKS]
         tiles_before, tiles_after, q_length, k_start, k_length = others
         f = config.features

@@ -28,7 +28,6 @@ class BackwardConfig(Sm100Config, BackwardSizes):
     """
 
     pass_name: ClassVar[PassName] = "backward"
-    counts_additions: ClassVar[bool] = True
 
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     tile_m: int  # queries a block: as many as tensor memory has lanes, or half of them
