@@ -78,11 +78,7 @@ class BackwardSizes:
 
     @property
     def reverses_last(self) -> bool:
-        """Whether the heads of the last section of tiles go the other way round.
-
-        Under a right bound the longest tiles would come last (``common.key_tiles``). Packed sequences and grouped heads
-        lose by it.
-        """
+        """Whether the heads of the last section of tiles go the other way round (``common.key_tiles``)."""
         return self.in_order and Case("right", without="packed grouped").fits(self.features)
 
     def parts(self, sizes: PassSizes) -> dict[str, tuple[Any, ...]]:

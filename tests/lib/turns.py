@@ -1,4 +1,4 @@
-"""Turns of tiles of keys at the query blocks that they add to (``dq_order.turns``), on the host."""
+"""Turns of tiles of keys at the query blocks that they add to (``sparsity.dq_order.turns``), on the host."""
 
 import torch
 from torch import Tensor

@@ -8,12 +8,10 @@ as well.)
 
 Determinism. Tiles add to a block of the workspace in the order in which they are taken (``common.semaphores``), from
 the last keys to the first; a block mask has its own order. Under a causal mask a tile's loop begins where its keys do,
-so the tile before it was at each block ``tile_n / tile_m`` steps ago. A tile waits only for tiles that were taken
-before it, by CTAs that are running. So the first unfinished tile never waits, and there is no deadlock however few
-CTAs are resident. (``dq_order.turns`` has the argument for any mask and order.) This is FlashAttention's "shortest
-processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it would leave the longest
-tiles to the end. So the heads of a dense batch's last section have the opposite order: their tiles are taken from the
-first keys to the last, and iterate from the last query to the first. (Packed sequences and grouped heads lose by it.)
+so the tile before it was at each block ``tile_n / tile_m`` steps ago. ``sparsity.dq_order.turns`` shows that no tile
+waits for ever, however few CTAs are resident. Under a right bound the longest tiles would come last. So the heads of a
+dense batch's last section have the opposite order: their tiles are taken from the first keys to the last, and iterate
+from the last query to the first. (Packed sequences and grouped heads lose by it.)
 """
 
 from dataclasses import dataclass

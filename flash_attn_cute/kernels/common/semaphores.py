@@ -4,7 +4,7 @@ A block has one semaphore: an Int32 that starts at 0 and counts the tiles that h
 until the semaphore is n, adds its part, and signals, which makes it n + 1. The sum then has one order whatever the GPU
 does, and because the order of float additions is all that could vary, it has the same bits in every run.
 (FlashAttention orders its dQ like this.) The tile of turn 0 stores instead of adding, so that no kernel has to zero the
-block. Every wait ends if turns follow the order in which tiles are taken (``dq_order.turns``).
+block. Every wait ends if turns follow the order in which tiles are taken (``sparsity.dq_order.turns``).
 
 Where sums are in fixed point (``common.fixed_point``) a semaphore starts at minus the number of tiles that add, so that
 it counts, below 0, those that have yet to. Tiles are then taken in the order of unordered passes, which is the opposite

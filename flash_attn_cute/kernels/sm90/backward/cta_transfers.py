@@ -347,11 +347,12 @@ class Transfers:
 
         Zeros of all tiles at once would keep the first signals back. So there is one tile's for each that is signalled.
 
-        The proof in ``dq_order.turns`` holds: where all lower tickets are signalled, the lowest one left is, too. Both
-        storing warps have their turns then. This warp takes one step of each after the other. So the one that is behind
-        finds room in its ring, and the other one is at most a ring's stages ahead when it waits. The warpgroup of the
-        one behind needs of the other warpgroup's dS only that of steps which that one has put out. So both go on.
-        Steps of a tile need no signal of a later tile, and a tile's fields are released before its first signal.
+        The proof in ``sparsity.dq_order.turns`` holds: where all lower tickets are signalled, the lowest one left is,
+        too. Both storing warps have their turns then. This warp takes one step of each after the other. So the one that
+        is behind finds room in its ring, and the other one is at most a ring's stages ahead when it waits. The
+        warpgroup of the one behind needs of the other warpgroup's dS only that of steps which that one has put out. So
+        both go on. Steps of a tile need no signal of a later tile, and a tile's fields are released before its first
+        signal.
 
         The acquire of an mbarrier's phase, and the release of the signal behind it, order all that a storing warp has
         added ahead of what the next turn adds.
