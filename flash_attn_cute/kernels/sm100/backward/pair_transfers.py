@@ -170,6 +170,7 @@ class PairTwoPassTransfers(PairTransfers):
         The leader's chooses tiles.
         """
         c, rings, (K,) = self.config, shared.rings, Operand.named("K", tma, shared)
+        # Steps of either pass, steps of passes of one kind, and what lies in ``q``, as their rings count them.
         tile_idx, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
         self._publish_next(a, ws, shared, tile_idx)
         while shared.has_tile(tile_idx):
