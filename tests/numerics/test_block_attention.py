@@ -23,9 +23,12 @@ from tests.lib.checks import (
     bitwise_equal,
     call_on,
     compiled,
+    draws,
     each_of,
+    each_on,
     needs_kernels,
     on_each_backend,
+    packed_or_dense,
     random_call,
     run,
     same_bits,
@@ -125,30 +128,28 @@ def test_beside_everything(options: Case, through_lse: bool) -> None:
 
 
 PACKED: dict[str, Case] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "seqused": {"seqused": True, "window_size": (60, 20)},
-    "everything": {
-        "nheads": 4,
-        "nheads_k": 2,
-        "seqused": True,
-        "sink": True,
-        "softcap": 3.0,
-        "bias": (1, 1, 1),
-        "mask": (1, 0, 1),
-    },
+    "d64": {"head_dim": 64, "causal": True},
+    "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
+    "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
+    "d128 causal": {"head_dim": 128, "causal": True, "seqused": True, "nheads": 4, "nheads_k": 2},
+    "softcap": {"head_dim": 96, "softcap": 3.0, "seqused": True},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "d256 seqused": {"head_dim": 256, "seqused": True, "window_size": (None, 10)},
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
-@each_of("options", PACKED)
-def test_packed(options: Case, seed: int) -> None:
-    """A mask over all rows; sequences begin anywhere in its blocks."""
-    rng = random.Random(f"{seed} {options}")
-    lengths_q, lengths_k = ([rng.choice([0, 1, 60, 130, 130, 200]) for _ in range(4)] for _ in range(2))
-    call = random_call(lengths_q, lengths_k, **options)
-    sets = 1, rng.choice([1, call.q.shape[1], call.k.shape[1]])
-    assert_matches_oracle(with_block_mask(call, rng, sets=sets))
+@packed_or_dense
+@each_on(PACKED)
+def test_beside_sequences_and_lengths(backend: str, case: Case, packed: bool, fuzz_seconds: float) -> None:
+    """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
+    options: Case = {"nheads": 2, "packed": packed} | case | ({} if packed else {"seqused": True})
+    for count, rng in draws(f"{backend} {options}", 3 * fuzz_seconds if backend == "sm90" else 0, least=2):
+        torch.manual_seed(count)
+        lengths = [[rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in "qk"]
+        call = call_on(backend, lengths[0], lengths[1], **options)
+        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, call.q.shape[-2], call.k.shape[-2]])
+        call = with_block_mask(call, rng, sets=sets, any_order=backend == "sm90")
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend=backend)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)

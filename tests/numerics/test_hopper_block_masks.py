@@ -74,35 +74,6 @@ def test_random_masks(options: Case, fuzz_seconds: float) -> None:
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
 
 
-PACKED: dict[str, Case] = {
-    "d64": {"head_dim": 64, "causal": True},
-    "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
-    "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
-    "d128 causal": {"head_dim": 128, "causal": True, "seqused": True, "nheads": 4, "nheads_k": 2},
-    "softcap": {"head_dim": 96, "softcap": 3.0, "seqused": True},
-    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
-    "d256 seqused": {"head_dim": 256, "seqused": True, "window_size": (None, 10)},
-}
-
-
-@needs_kernels
-@packed_or_dense
-@each_of("options", PACKED)
-def test_beside_sequences_and_lengths(options: Case, packed: bool, fuzz_seconds: float) -> None:
-    """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
-    if not packed:
-        options = options | {"seqused": True}
-    for count, rng in draws(f"{options} {packed}", 3 * fuzz_seconds):
-        torch.manual_seed(count)
-        lengths_q, lengths_k = ([rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in range(2))
-        call = call_on("sm90", lengths_q, lengths_k, **{"packed": packed, "nheads": 2} | options)
-        if not call.q.shape[-3] or not call.k.shape[-3]:
-            continue
-        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, call.q.shape[-2], call.k.shape[-2]])
-        call = with_block_mask(call, rng, sets=sets, any_order=True)
-        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
-
-
 HALF_BLOCKS: dict[str, Case] = {
     "d128": {"head_dim": 128},
     "d64 gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2},
