@@ -152,6 +152,20 @@ def test_beside_sequences_and_lengths(backend: str, case: Case, packed: bool, fu
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend=backend)
 
 
+@pytest.mark.parametrize("asked", ["return_max_logits", "precise_gradients"])
+@each_on({
+    "dense": {"packed": False},
+    "dense, window": {"packed": False, "window_size": (60, 100)},
+    "packed": {"causal": True},
+    "padding": {"packed": False, "seqused": True},
+})  # fmt: skip
+def test_what_else_is_asked_for(backend: str, case: Case, asked: str) -> None:
+    """Packed sequences and lengths are intervals beside a mask."""
+    lengths = [300, 200] if case.get("packed", True) or case.get("seqused") else [300]
+    call = with_block_mask(call_on(backend, lengths, **case), random.Random(3), sets=(1, 4))
+    assert_matches_oracle(call, backend=backend, **{asked: True})
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
 def test_blocks_apart_from_each_other(options: Case) -> None:
     """Keys that are gathered, beside a window that cuts them, and a bias that all queries add to the gradient of."""

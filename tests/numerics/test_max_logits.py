@@ -1,7 +1,6 @@
 """The largest logit of each head, ``return_max_logits=True``, against float64's, beside every other feature."""
 
 import dataclasses
-import random
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from tests.lib.checks import (
     run,
     same_bits,
 )
-from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 
 CASES: dict[str, Case] = {
@@ -63,19 +61,6 @@ CASES: dict[str, Case] = {
 def test_beside_other_features(backend: str, case: Case) -> None:
     """Both passes, too: no gradient goes through max_logits, and all others are right."""
     assert_matches_oracle(call_of(backend, case), backend=backend, return_max_logits=True)
-
-
-@each_on({name: {"packed": packed, **case} for name, packed, case in (
-    ("dense", False, {}),
-    ("dense, window", False, {"window_size": (60, 100)}),
-    ("packed", True, {"causal": True}),
-    ("padding", False, {"seqused": True}),
-)})  # fmt: skip
-def test_block_masks(backend: str, case: Case) -> None:
-    lengths = ([300, 200], [300, 200]) if case["packed"] or case.get("seqused") else ([300], [300])
-    call = call_on(backend, *lengths, **case)
-    call = with_block_mask(call, random.Random(3), sets=(1, 4))
-    assert_matches_oracle(call, backend=backend, return_max_logits=True)
 
 
 @on_each_backend

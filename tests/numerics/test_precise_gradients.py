@@ -1,6 +1,5 @@
 """``precise_gradients=True``: gradients that do not suffer from the rounding of out, beside every other feature."""
 
-import random
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from tests.lib.checks import (
     run,
 )
 from tests.lib.interpreted.common import as_given
-from tests.lib.masks import with_block_mask
 from tests.lib.residuals import assert_restored
 
 OPTIONS = Options(window_right=0, precise_gradients=True)
@@ -55,15 +53,6 @@ def test_beside_other_features(backend: str, case: Case) -> None:
     assert_matches_oracle(
         call_of(backend, {"head_dim": 128} | case), backend=backend, precise_gradients=True, through_lse=True
     )
-
-
-@on_each_backend
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed, causal"])
-def test_block_masks(backend: str, packed: bool) -> None:
-    """Packed ones have intervals."""
-    call = call_on(backend, *[[300, 200] if packed else [300]] * 2, packed=packed, causal=packed)
-    call = with_block_mask(call, random.Random(3), sets=(1, 4))
-    assert_matches_oracle(call, backend=backend, precise_gradients=True)
 
 
 def _gradients(x: Data, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Gradients]:
