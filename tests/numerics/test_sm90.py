@@ -357,9 +357,9 @@ def test_host_time(packed: bool) -> None:
     out = attend()
     assert out.requires_grad
     lse = torch.zeros((4, 128) if packed else (2, 4, 64), device="cuda")
-    spec = AttentionSpec.of(
-        inputs := _inputs(q, k, v, cu if packed else None), Options(None, None, 0, 0.0, False, True)
-    )
+    of = cu if packed else None
+    inputs = AttentionInputs(q.detach(), k.detach(), v.detach(), of, of, None, None, None, None, None, 78, 78)
+    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
     given = BackwardCall(spec, inputs, out, lse, q)
     for name, call in (("forward", attend), ("backward", lambda: dispatch.BACKENDS["sm90"].backward(given))):
         call()
@@ -397,10 +397,6 @@ def test_repeated_calls_in_unfilled_memory(packed: bool) -> None:
     graph, found = captured(both)
     graph.replay()
     assert same_bits(found, expected)
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> AttentionInputs:
-    return AttentionInputs(q.detach(), k.detach(), v.detach(), cu, cu, None, None, None, None, None, 78, 78)
 
 
 @needs_kernels
