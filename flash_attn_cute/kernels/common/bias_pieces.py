@@ -235,9 +235,7 @@ class PieceMap:
             p = pieces.read(i)
             if p.seen:
                 for j, ring in enumerate((rings.qk, rings.dov)):
-                    ring.wait_empty(step)  # these operands are read no more
-                    with cute.arch.elect_one():
-                        ring.announce(step)
+                    ring.acquire(step)  # from those who read what was there
                     stage = ring.stage(step)
                     for t, sX, head, rows, first in (
                         (tma[2 * j], operands[2 * j], p.head, p.q, p.first_query),

@@ -140,8 +140,9 @@ class PairProducer(Producer):
         return index
 
     @cute.jit
-    def _announce(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:
-        """By the leader: the bytes of both, which arrive at its barrier."""
+    def _acquire(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:
+        """Waits, and announces as the leader the bytes of both, which arrive at its barrier."""
+        ring.wait_empty(step)
         if shared.is_leader:
             with cute.arch.elect_one():
                 ring.announce(step)

@@ -139,15 +139,12 @@ class Producer:
     def _load(
         self, tiles: RowTiles, gX: cute.Tensor, shared: Shared, sX: cute.Tensor, ring: cutlass.Constexpr, step: Int32
     ) -> None:
-        ring.wait_empty(step)  # from the tensor cores: products with what was there are done
-        self._announce(shared, ring, step)
+        self._acquire(shared, ring, step)  # from the tensor cores: products with what was there are done
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
 
-    @cute.jit
-    def _announce(self, shared: Shared, ring: cutlass.Constexpr, step: Int32) -> None:
-        """Announces the bytes of a step."""
-        with cute.arch.elect_one():
-            ring.announce(step)
+    def _acquire(self, shared: Shared, ring: Any, step: Int32) -> None:
+        """Waits for the stage of a step and announces its bytes."""
+        ring.acquire(step)
 
 
 class Epilogue:
