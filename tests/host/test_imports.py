@@ -81,6 +81,8 @@ def violations(modules: set[str], inside: str) -> list[str]:
             wrong.append(module)
         if room not in KNOW_KERNELS and top == "flash_attn_cute" and room_of(module) in ("jit", "kernels"):
             wrong.append(module)
+        if inside.startswith("sparsity/dq_order/") and ".sparsity." in module and ".dq_order" not in module:
+            wrong.append(module)
         if room == "kernels":
             wrong += [module] if violates_kernels(inside.split("/")[1], module) else []
         elif any(f"kernels.{a}" in module for a in ARCHITECTURES):  # all others ask the registry
@@ -194,6 +196,7 @@ __init__.py flash_attn_cute.integrations.sdpa
 integrations/sdpa.py flash_attn_cute.calls.validate
 demo.py flash_attn_cute.calls.dispatch
 sparsity/nodes.py flash_attn_cute.kernels.sm90.config
+sparsity/dq_order/turns.py flash_attn_cute.sparsity.nodes
 backends/cute/plan.py flash_attn_cute.kernels.sm90.config
 jit/__main__.py flash_attn_cute.kernels.sm90.config.HEAD_DIMS
 backends/cute/backend.py cutlass
@@ -206,6 +209,7 @@ kernels/common/score.py cutlass.cute.nvgpu.warpgroup
 kernels/common/score.py cutlass.utils.hopper_helpers
 """
 RIGHT = """
+sparsity/dq_order/launch_orders.py flash_attn_cute.sparsity.dq_order.turns
 integrations/sdpa.py flash_attn_cute.api
 kernels/sm90/forward.py cutlass.cute.nvgpu.warpgroup
 kernels/common/tma.py cutlass.cute.nvgpu.cpasync

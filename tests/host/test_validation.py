@@ -413,7 +413,6 @@ def test_without_a_request_the_first_that_can_is_chosen() -> None:
     spec = AttentionSpec.of(inputs, Options(window_right=0, deterministic=True))
     selection = dispatch.select(spec, inputs)
     assert selection.name == "portable"
-    assert selection.name == "portable"
     assert selection.passed_over == {"narrow": ("deterministic=True", "torch.float32 inputs")}
 
 
