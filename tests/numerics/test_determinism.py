@@ -165,8 +165,7 @@ def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> l
 def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
     """Repeats as often as --repetitions says, on a GPU with nothing else to do."""
     function = prepare(case, backend)
-    differs = differing(function(), function, repetitions)
-    assert not differs
+    assert not differing(function(), function, repetitions)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -179,8 +178,7 @@ def test_portable_repetitions(
     torch.use_deterministic_algorithms(False)
     call = random_call([150, 30, 260], nheads=4, nheads_k=2, dtype=dtype, device=device, **options)
     function = both_passes(call, poisoned_dout(call, call.q), deterministic=deterministic, backend="portable")
-    differs = differing(function(), function, repetitions)
-    assert not differs
+    assert not differing(function(), function, repetitions)
 
 
 @needs_kernels
@@ -234,8 +232,7 @@ def test_replays(case: Case) -> None:
         graph.replay()
         return found
 
-    differs = differing(expected, replay, 50)
-    assert not differs
+    assert not differing(expected, replay, 50)
 
 
 @each_case_on_both

@@ -475,8 +475,7 @@ def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
     lengths = [137, 0, 37, 64] if options["packed"] else [119] * 3
     call = call_on(backend, [scale * length for length in lengths], **options)
     function = both_passes(call, poisoned_dout(call, call.q), deterministic=True, backend=backend)
-    differs = differing(function(), function, repetitions)
-    assert not differs
+    assert not differing(function(), function, repetitions)
 
 
 # --- Random calls.
