@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
@@ -66,7 +66,7 @@ class Pieces:
 
     ring: Ring
     fields: cute.Tensor  # (field, piece of a stage, stage)
-    packed: cutlass.Constexpr
+    packed: Constexpr
 
     @staticmethod
     def at(ring: Ring, memory: Any, packed: bool) -> "Pieces":

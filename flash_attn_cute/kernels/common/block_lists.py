@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Constexpr, Int32, Int64, const_expr
 
 FULL, EMPTY = -1, -2  # in the place of where a block's bits are
 
@@ -70,7 +70,7 @@ class BlockList:
 
     first: Int32
     num: Int32
-    direction: cutlass.Constexpr = -1
+    direction: Constexpr = -1
 
     @property
     def fields(self) -> tuple[Int32, ...]:
@@ -110,9 +110,7 @@ def num_blocks(mMask: cute.Tensor, keys: int) -> Int32:
 
 
 @cute.jit
-def bits_of(
-    mBits: cute.Tensor, code: Int32, warpgroup: Int32, thread: Int32, asks: cutlass.Constexpr = False
-) -> cute.Tensor:
+def bits_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32, thread: Int32, asks: Constexpr = False) -> cute.Tensor:
     """A thread's words of a tile of bits, from (tile, warpgroup, thread, word).
 
     For a full block the words are arbitrary: they are loaded from the first tile, unless ``asks``, which branches on

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Blocks:
         num_rows: Int32,
         seqlen: Int32,
         window: Window,
-        tile: cutlass.Constexpr,
-        direction: cutlass.Constexpr | Int32 = 1,
+        tile: Constexpr,
+        direction: Constexpr | Int32 = 1,
     ) -> "Blocks":
         """The blocks of ``tile`` columns that a range of rows attends to, out of ``seqlen`` columns.
 

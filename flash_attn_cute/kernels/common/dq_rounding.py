@@ -7,7 +7,7 @@ No tile waits for rounding, so every tile ends, and with the tiles these waits e
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores, tiles
@@ -21,11 +21,11 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 
 @cute.jit
 def round_blocks(
-    config: cutlass.Constexpr,
+    config: Constexpr,
     a: BackwardArguments,
     ws: Workspace,
-    warps: cutlass.Constexpr,
-    round_block: cutlass.Constexpr,
+    warps: Constexpr,
+    round_block: Constexpr,
 ) -> None:
     """Rounds blocks until none is left, by a converged warp, of so many ``warps`` of a CTA.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.kernels.backward import NUM_RANGES
@@ -169,7 +169,7 @@ class KeyRanges:
         return rows
 
     @cute.jit
-    def _rows(self, gX: cute.Tensor, first: Int32, part: cutlass.Constexpr) -> cute.Tensor:
+    def _rows(self, gX: cute.Tensor, first: Int32, part: Constexpr) -> cute.Tensor:
         """This thread's vectors of a part, (8, vector, row): zeros behind the columns, the last row behind the rows."""
         lane = cute.arch.thread_idx()[0] % self.lanes
         read = cute.make_rmem_tensor((8, self.vectors, self._num_rows()), gX.element_type)
@@ -184,7 +184,7 @@ class KeyRanges:
 
     @cute.jit
     def _measure(
-        self, keys: cute.Tensor, values: cute.Tensor, sSeen: cute.Tensor, part: cutlass.Constexpr, found: cute.Tensor
+        self, keys: cute.Tensor, values: cute.Tensor, sSeen: cute.Tensor, part: Constexpr, found: cute.Tensor
     ) -> None:
         """Magnitudes of what this thread has read of a part."""
         lane = cute.arch.thread_idx()[0] % self.lanes

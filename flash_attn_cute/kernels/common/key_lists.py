@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Constexpr, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.kernels.backward import MaskSizes
@@ -69,7 +69,7 @@ def list_of(
 
 
 @cute.jit
-def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32, Int32, Int32]:
+def entry_of(config: Constexpr, ws: Workspace, i: Int32) -> tuple[Int32, Int32, Int32]:
     """An entry of a list: block of queries, code, and the tile's turn to add to its dQ."""
     m_block, code, turn = (ws.mEntries[i, j] for j in range(3))
     if const_expr(config.features.block_mask):

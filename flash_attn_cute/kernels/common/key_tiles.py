@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores, tiles
@@ -93,7 +93,7 @@ class KeyTile:
         )
 
     @cute.jit
-    def turn(self, config: cutlass.Constexpr, m_block: Int32) -> Int32:
+    def turn(self, config: Constexpr, m_block: Int32) -> Int32:
         """Turn of this tile at a block of queries: how many tiles add to the block before it, if deterministic."""
         keys = key_tiles_of(
             config, m_block * config.tile_m, self.k.length, self.window.transposed, -self.blocks.direction
@@ -141,7 +141,7 @@ class KeyTile:
         return self.blocks.num + self.tiles_before + self.tiles_after == 0
 
     @cute.jit
-    def wait_turn(self, config: cutlass.Constexpr, semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
+    def wait_turn(self, config: Constexpr, semaphore: cute.Pointer, barrier: Constexpr) -> Boolean:
         """Waits for the turn to add dK or dV, by a converged warpgroup; if unordered, for the first tile only.
 
         Returns whether this tile is the first contributor, which stores instead of adding.
@@ -223,7 +223,7 @@ def tiles_of_launch(config: Any, a: BackwardArguments, ws: Workspace) -> tuple[I
 
 
 @cute.jit
-def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
+def key_tile(config: Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
     c, f = config, config.features
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
     parts = heads // heads_k // heads_a_tile(c, a) if f.grouped else 1  # of a group
@@ -287,7 +287,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
 
 @cute.jit
 def _listed(
-    config: cutlass.Constexpr,
+    config: Constexpr,
     a: BackwardArguments,
     ws: Workspace,
     head_k: Int32,
@@ -326,7 +326,7 @@ def key_tiles_of(
 
 @cute.jit
 def zero_fully_masked_keys(
-    config: cutlass.Constexpr,
+    config: Constexpr,
     a: BackwardArguments,
     ws: Workspace,
     mdK: cute.Tensor,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def sequence_of_row(mCuSeqlens: cute.Tensor, row: Int32, total: Int32) -> Int32:
 
 
 @cute.jit
-def last_of(low: Int32, high: Int32, holds: cutlass.Constexpr) -> Int32:
+def last_of(low: Int32, high: Int32, holds: Constexpr) -> Int32:
     """The last number of low .. high for which ``holds``, which it does up to some number, ``low`` at least."""
     while high - low > 1:
         middle = (low + high) // 2

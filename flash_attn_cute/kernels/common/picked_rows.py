@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.common.selection_tables import SelectedUnit
@@ -67,7 +67,7 @@ class PickedRows:
         )
 
     @cute.jit
-    def picks(self, a: Any, mColumns: cute.Tensor, place: cutlass.Constexpr, first: Int32) -> Int32:
+    def picks(self, a: Any, mColumns: cute.Tensor, place: Constexpr, first: Int32) -> Int32:
         """Bits of the ranks ``first`` .. ``first`` + 32 with a pick, by all lanes of a warp."""
         rank, n = first + cute.arch.lane_idx(), a.numbers
         column = mColumns[place.unit.set, place.row * n.top + cutlass.min(rank, n.top - 1)]
@@ -79,7 +79,7 @@ class PickedRows:
         return cute.domain_offset((Int64(place.row * a.numbers.top), 0), of_unit)
 
     @cute.jit
-    def store(self, total: cute.Tensor, factor: Float32, gX: cute.Tensor, place: cutlass.Constexpr) -> None:
+    def store(self, total: cute.Tensor, factor: Float32, gX: cute.Tensor, place: Constexpr) -> None:
         """Stores the lane's vector, times a factor and rounded, in a row, if the row has it."""
         if place.lane * VECTOR < gX.shape[0]:
             words, vector = rounded(total, factor, gX.element_type), cute.local_tile(gX, (VECTOR,), (place.lane,))
@@ -90,12 +90,12 @@ class PickedRows:
         self,
         total: cute.Tensor,
         mX: cute.Tensor,
-        dtype: cutlass.Constexpr,
-        place: cutlass.Constexpr,
+        dtype: Constexpr,
+        place: Constexpr,
         first: Int32,
         picks: Int32,
         row_sum: Float32,
-        weights: cutlass.Constexpr = None,
+        weights: Constexpr = None,
         scales: cute.Tensor | None = None,
     ) -> Float32:
         """Adds the vectors of some picks, times their weights, in ascending order; all lanes of a warp call it.
@@ -129,10 +129,10 @@ class PickedRows:
         vector: cute.Tensor,
         factors: cute.Tensor,
         ranks: cute.Tensor,
-        i: cutlass.Constexpr,
+        i: Constexpr,
         source: cute.Tensor,
         scales: cute.Tensor | None,
-        place: cutlass.Constexpr,
+        place: Constexpr,
         picks: Int32,
     ) -> Int32:
         """Loads the lane's vector of the first of some picks, or zeros if there are none, and returns the others."""
@@ -149,7 +149,7 @@ class PickedRows:
         return picks & (picks - 1)
 
     @cute.jit
-    def _weight(self, weights: cutlass.Constexpr, rank: Int32, place: cutlass.Constexpr) -> Float32:
+    def _weight(self, weights: Constexpr, rank: Int32, place: Constexpr) -> Float32:
         """The weight of a rank, for the lane's head."""
         found = cute.arch.shuffle_sync(weights[0], rank)
         for i in cutlass.range_constexpr(1, self.heads):

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 from cutlass._mlir.dialects import nvvm
 
 from flash_attn_cute.kernels.common.assembly import copy_to_cta
@@ -14,7 +14,7 @@ _LEADER, _SECOND = 0, 1  # ranks of a pair's CTAs, of which the first one issues
 
 
 @cute.jit
-def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> None:
+def arrive_as_warp(barrier: cute.Pointer, rank: Constexpr = None) -> None:
     """Arrives once at a barrier, for a converged warp; with a rank, at that CTA's barrier.
 
     With a rank the arrival has cluster scope: the waiter in that CTA sees what this warp did before.
@@ -44,9 +44,9 @@ class Ring:
     """
 
     barriers: cute.Pointer  # those of full stages, then those of empty ones
-    stages: cutlass.Constexpr
-    num_bytes: cutlass.Constexpr = 0  # that TMA brings to a stage
-    stages_of_all: cutlass.Constexpr = 0  # if this is a part of a ring: stages of all parts
+    stages: Constexpr
+    num_bytes: Constexpr = 0  # that TMA brings to a stage
+    stages_of_all: Constexpr = 0  # if this is a part of a ring: stages of all parts
 
     def part(self, nth: Int32 | int, parts: int) -> "Ring":
         """The ring of the stages that are the nth part, which steps use in rotation by themselves."""
@@ -54,7 +54,7 @@ class Ring:
         return Ring(self.barriers + nth * stages, stages, self.num_bytes, self.stages)
 
     @cute.jit
-    def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
+    def init(self, full: Constexpr, empty: Constexpr) -> None:
         """Initialises the barriers, by one thread, before any role starts.
 
         Arrive counts of full and of empty stages are given; None: without empty ones.

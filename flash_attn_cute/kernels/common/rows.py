@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
 
@@ -58,7 +58,7 @@ def rounded(numbers: list[Float32] | cute.Tensor, scale: Float32, dtype: type) -
 
 
 @cute.jit
-def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num_threads: cutlass.Constexpr) -> None:
+def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num_threads: Constexpr) -> None:
     """Zeros in rows first .. first + num_rows of mX (rows, d), 16 bytes a thread at a time; none if num_rows < 0."""
     vectors = mX.shape[1] // 8
     zeros = cute.make_rmem_tensor(8, mX.element_type)

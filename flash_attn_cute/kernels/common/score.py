@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.blocks import Window
 
@@ -70,7 +70,7 @@ def hidden(scale_log2: Float32) -> Float32:
 
 @cute.jit
 def visible_columns(
-    row: Int32, first_column: Int32, num_columns: Int32, window: Window, edges: cutlass.Constexpr
+    row: Int32, first_column: Int32, num_columns: Int32, window: Window, edges: Constexpr
 ) -> tuple[Int32, Int32]:
     """Columns start .. stop of a block that a row attends to, counted from the block's first.
 

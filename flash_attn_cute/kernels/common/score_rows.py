@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import copy_vector
 from flash_attn_cute.kernels.common.blocks import Window
@@ -58,7 +58,7 @@ class RowsOfScores:
     head: Int32
     first: Int32
     num: Int32
-    heads_a_row: cutlass.Constexpr
+    heads_a_row: Constexpr
 
     def of(self, gX: cute.Tensor, row: Int32) -> cute.Tensor:
         """A row of the tile, padding included, from a sequence's (heads, queries, keys)."""
@@ -72,11 +72,11 @@ class SharedBias:
     tensors: ScoreTensors | None
     ring: Ring
     place: cute.Pointer
-    tile_rows: cutlass.Constexpr
-    pitch: cutlass.Constexpr  # from row to row; 0 if it does not come through shared memory
-    threads: cutlass.Constexpr  # that load
-    paired: cutlass.Constexpr  # whether two elements from an even column on lie in an aligned word
-    uniform: cutlass.Constexpr  # whether it is the same for all queries: one row is copied, and read for all
+    tile_rows: Constexpr
+    pitch: Constexpr  # from row to row; 0 if it does not come through shared memory
+    threads: Constexpr  # that load
+    paired: Constexpr  # whether two elements from an even column on lie in an aligned word
+    uniform: Constexpr  # whether it is the same for all queries: one row is copied, and read for all
 
     @staticmethod
     def of(config: Any, a: Any, memory: SharedMemory, storage: Any) -> "SharedBias":

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 
@@ -22,7 +22,7 @@ class ScoreTensors:
     mask: cute.Tensor | None
     bias: cute.Tensor | None
     rows_a_slot: Int32
-    packed: cutlass.Constexpr
+    packed: Constexpr
 
     @staticmethod
     def of(features: Any, arguments: Any) -> "ScoreTensors | None":
@@ -37,9 +37,7 @@ class ScoreTensors:
         return cute.domain_offset((0, first, 0), mX[entry, None, None, None])
 
 
-def scores_of(
-    packed: cutlass.Constexpr, rows_a_slot: Int32, q: SeqRows, batch: Int32 | int
-) -> tuple[Int32 | int, Int32 | int]:
+def scores_of(packed: Constexpr, rows_a_slot: Int32, q: SeqRows, batch: Int32 | int) -> tuple[Int32 | int, Int32 | int]:
     """Entry of mask and bias that a sequence's queries are in, and the row of the first of them there."""
     if const_expr(packed):
         entry = q.start // rows_a_slot

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -65,7 +65,7 @@ class SelectionMerge:
 
     @cute.jit
     def _weights(
-        self, lse_of: cute.Tensor, place: cutlass.Constexpr, n: Any, first: Int32, picks: Int32, row_max: cute.Tensor
+        self, lse_of: cute.Tensor, place: Constexpr, n: Any, first: Int32, picks: Int32, row_max: cute.Tensor
     ) -> tuple[list[Float32], Float32, Float32]:
         """Weights of the ranks from ``first`` on, one a lane, relative to the maxima so far, which are raised.
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -55,7 +55,7 @@ class SelectionTables(NamedTuple):
 class SelectedUnit:
     """A unit, the heads of a batch entry that select together and are rows of one tile; and where its selection is."""
 
-    config: cutlass.Constexpr
+    config: Constexpr
     batch: Int32
     number: Int32  # among those of the batch entry
     set: Int32  # of selections

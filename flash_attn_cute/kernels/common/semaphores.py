@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Constexpr, Int32
 
 from flash_attn_cute.kernels.common.assembly import sleep
 from flash_attn_cute.kernels.common.ring import Ring
@@ -99,7 +99,7 @@ def wait_for_zeros(first: cute.Pointer, num_blocks: Int32) -> None:
 
 
 @cute.jit
-def wait_as_warpgroup(semaphore: cute.Pointer, turn: Int32, barrier: cutlass.Constexpr) -> None:
+def wait_as_warpgroup(semaphore: cute.Pointer, turn: Int32, barrier: Constexpr) -> None:
     """``wait`` for a converged warpgroup whose threads will add, at one of its named barriers."""
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
         wait(semaphore, turn)
@@ -107,7 +107,7 @@ def wait_as_warpgroup(semaphore: cute.Pointer, turn: Int32, barrier: cutlass.Con
 
 
 @cute.jit
-def signal_as_warpgroup(semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> None:
+def signal_as_warpgroup(semaphore: cute.Pointer, barrier: Constexpr) -> None:
     """``signal`` for a converged warpgroup whose threads have all added, at one of its named barriers."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:

@@ -13,9 +13,8 @@ log2(e), or the rounding of it, is too large for an exponent. So with a bias ``r
 and a large one is subtracted first. That takes one more instruction, so P of such rows is not computed in advance.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Constexpr, Float32, const_expr
 
 from flash_attn_cute.kernels.common.max_logits import logit_of
 from flash_attn_cute.kernels.common.score import LN2, LOG2_E
@@ -60,7 +59,7 @@ class SoftmaxState:
 
 @cute.jit
 def finalize(
-    row_sum: Float32, row_max: Float32, sink: Float32 | None, is_natural: cutlass.Constexpr
+    row_sum: Float32, row_max: Float32, sink: Float32 | None, is_natural: Constexpr
 ) -> tuple[Float32, Float32]:
     """Factor that the row's O is multiplied by, and the row's natural LSE: 0 and -inf for a fully masked row.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.common.lengths import SeqRows, offset, real_rows
 
@@ -44,9 +44,9 @@ class Order:
     """
 
     heads_in_cache: Int32 | None = None
-    last_first: cutlass.Constexpr = True
+    last_first: Constexpr = True
     sections: Int32 | None = None
-    reverses_last: cutlass.Constexpr = False
+    reverses_last: Constexpr = False
 
 
 def num_tiles(mX: cute.Tensor, heads: Int32, mCuSeqlens: cute.Tensor | None, tile_m: int) -> Int32:
@@ -69,7 +69,7 @@ def row_tile(
     heads: Int32,
     mCuSeqlens: cute.Tensor | None,
     mSeqUsed: cute.Tensor | None,
-    tile_m: cutlass.Constexpr,
+    tile_m: Constexpr,
     order: Order,
     copies: Int32 | int = 1,
 ) -> tuple[WorkTile, SeqRows]:
@@ -115,7 +115,7 @@ def _in_sections(index: Int32, tiles_a_head: Int32, heads: Int32, order: Order) 
 
 @cute.jit
 def _packed_tile(
-    index: Int32, total: Int32, heads: Int32, mCuSeqlens: cute.Tensor, tile_m: cutlass.Constexpr, order: Order
+    index: Int32, total: Int32, heads: Int32, mCuSeqlens: cute.Tensor, tile_m: Constexpr, order: Order
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 

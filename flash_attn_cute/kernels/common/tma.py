@@ -13,9 +13,8 @@ the data, faults where nothing is mapped there.)
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, const_expr
+from cutlass import Constexpr, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 _WRAP = 1 << 30
@@ -27,9 +26,9 @@ class RowTiles:
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
-    tile_rows: cutlass.Constexpr
-    tile_columns: cutlass.Constexpr
-    ragged: cutlass.Constexpr
+    tile_rows: Constexpr
+    tile_columns: Constexpr
+    ragged: Constexpr
 
     def at(self, start: Int32, stop: Int32, head: Int32, batch: Int32, column_tile: Int32 | int = 0) -> cute.Tensor:
         """The tile of rows start .. stop, at most ``tile_rows``. Only a ragged one ends at stop; it has no batch."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import EMPTY, BlockList, Sharing, Tables
@@ -37,8 +37,8 @@ class BlockIterator:
 
     tables: Tables
     fields: cute.Tensor  # (field, part), in shared memory
-    parts: cutlass.Constexpr  # of a tile
-    blocks_an_entry: cutlass.Constexpr
+    parts: Constexpr  # of a tile
+    blocks_an_entry: Constexpr
     # In registers: the first block of the window, bits of those of it that are to come, and the present entry.
     window: cute.Tensor
     coming: cute.Tensor

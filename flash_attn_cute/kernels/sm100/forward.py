@@ -46,7 +46,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
@@ -174,7 +174,7 @@ class ForwardSm100(ForwardKernel):
         progress: "_Progress",
         i: Int32,
         is_last: Boolean,
-        has_scores: cutlass.Constexpr,
+        has_scores: Constexpr,
     ) -> None:
         """Begins the output of the block that is ``blocks_ahead`` back, and the scores of the next: a tile's i-th.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Constexpr, Int32
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
@@ -140,7 +140,7 @@ class PairProducer(Producer):
         return index
 
     @cute.jit
-    def _acquire(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:
+    def _acquire(self, shared: PairShared, ring: Constexpr, step: Int32) -> None:
         """Waits, and announces as the leader the bytes of both, which arrive at its barrier."""
         ring.wait_empty(step)
         if shared.is_leader:

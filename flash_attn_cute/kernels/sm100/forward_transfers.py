@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import pack
@@ -137,7 +137,7 @@ class Producer:
 
     @cute.jit
     def _load(
-        self, tiles: RowTiles, gX: cute.Tensor, shared: Shared, sX: cute.Tensor, ring: cutlass.Constexpr, step: Int32
+        self, tiles: RowTiles, gX: cute.Tensor, shared: Shared, sX: cute.Tensor, ring: Constexpr, step: Int32
     ) -> None:
         self._acquire(shared, ring, step)  # from the tensor cores: products with what was there are done
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
@@ -256,9 +256,7 @@ class Epilogue:
                 rings.q.release(o_step)  # to the producer: the place of Q is free
 
     @cute.jit
-    def _store_residuals(
-        self, out: "Out", tile: QueryTile, part: Int32, group: cutlass.Constexpr, words: cute.Tensor
-    ) -> None:
+    def _store_residuals(self, out: "Out", tile: QueryTile, part: Int32, group: Constexpr, words: cute.Tensor) -> None:
         """Residuals of a group of columns of this thread's row, if there are such a row and such columns."""
         mResidual = rows_first(out.arguments.mResidual, self.config.features.packed)
         row = tile.first_query + PART_ROWS * part + out.thread

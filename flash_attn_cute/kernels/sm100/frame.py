@@ -4,9 +4,8 @@ The mma warp allocates tensor memory ahead of a CTA's first barrier, and frees i
 before both: one writes to the other's shared memory and arrives at its barriers.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -17,11 +16,11 @@ THREADS = 32 * WARPS
 
 @cute.jit
 def begin(
-    init_barriers: cutlass.Constexpr,
-    tma: cutlass.Constexpr,
+    init_barriers: Constexpr,
+    tma: Constexpr,
     holder: cute.Pointer,
     warp_idx: Int32,
-    ctas: cutlass.Constexpr = 1,
+    ctas: Constexpr = 1,
 ) -> None:
     """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
 
@@ -44,7 +43,7 @@ def begin(
 
 
 @cute.jit
-def end(shared: cutlass.Constexpr, warp_idx: Int32, ctas: cutlass.Constexpr = 1) -> None:
+def end(shared: Constexpr, warp_idx: Int32, ctas: Constexpr = 1) -> None:
     """By all threads, behind their roles: frees the tensor memory that ``shared`` knows of."""
     tensor_memory.before_sync()
     # No thread reads tensor memory any more, nor arrives at barriers or writes to memory of a pair's other CTA.

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from flash_attn_cute.kernels.common.assembly import opaque
@@ -88,7 +88,7 @@ def gemm(
     a: cute.Tensor,
     b: cute.Tensor,
     accumulates: Boolean,
-    steps: cutlass.Constexpr = None,
+    steps: Constexpr = None,
 ) -> None:
     """Begins a product, or adds it to acc, by one converged warp; in flight on return.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint16, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -128,8 +128,8 @@ class BiasRow:
     address: Int64  # of the first element
     step: Int64  # bytes from one element to the next
     num_columns: Int32  # at least 1
-    dtype: cutlass.Constexpr
-    is_strided: cutlass.Constexpr  # whether elements may be apart
+    dtype: Constexpr
+    is_strided: Constexpr  # whether elements may be apart
 
     @staticmethod
     def of(mRow: cute.Tensor, num_columns: Int32, is_strided: bool) -> "BiasRow":
@@ -139,7 +139,7 @@ class BiasRow:
         return BiasRow(mRow.iterator.toint(), step, num_columns, dtype, is_strided)
 
     @cute.jit
-    def read(self, first: Int32, num: cutlass.Constexpr) -> list[Int32]:
+    def read(self, first: Int32, num: Constexpr) -> list[Int32]:
         """Some columns from one on, packed in words; by all of a warp.
 
         If they lie within all rows of the warp, and begin at a multiple of 16 bytes, nothing waits for them yet.
@@ -160,7 +160,7 @@ class BiasRow:
         return [words[i] for i in range(cute.size(words))]
 
     @cute.jit
-    def _gather(self, words: cute.Tensor, first: Int32, num: cutlass.Constexpr) -> None:
+    def _gather(self, words: cute.Tensor, first: Int32, num: Constexpr) -> None:
         """Reads columns from wherever they are, some at a time, which move those before them up.
 
         As a loop it needs registers for few addresses, and the compiler does not execute it where it is not needed.
@@ -259,7 +259,7 @@ class BiasColumn:
     address: Int64  # of the first query's element
     step: Int64  # bytes from one query's to the next
     num_queries: Int32  # of the sequence
-    dtype: cutlass.Constexpr
+    dtype: Constexpr
 
     @staticmethod
     def of(mX: cute.Tensor, key: Int32, num_queries: Int32) -> "BiasColumn":

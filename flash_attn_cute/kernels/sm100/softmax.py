@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.max_logits import larger_P
@@ -35,11 +35,11 @@ class RowSoftmax(SoftmaxState):
     @cute.jit
     def step(
         self,
-        scores: cutlass.Constexpr,
-        store: cutlass.Constexpr,
-        rescale: cutlass.Constexpr,
-        hand_over: cutlass.Constexpr,
-        dtype: cutlass.Constexpr,
+        scores: Constexpr,
+        store: Constexpr,
+        rescale: Constexpr,
+        hand_over: Constexpr,
+        dtype: Constexpr,
     ) -> None:
         """Computes P of a block, packed in pairs. All functions are called by all threads of a warp.
 

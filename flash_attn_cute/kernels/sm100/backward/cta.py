@@ -42,7 +42,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -222,7 +222,7 @@ class BackwardCtaSm100(BackwardKernel):
         self.scores.compute_dS(work, P, block, step, work.shared.rings.dp, step, c.first_dP)
 
     @cute.jit
-    def _put_out(self, work: Work, tile_idx: Int32, results: cutlass.Constexpr = (DV, DK)) -> None:
+    def _put_out(self, work: Work, tile_idx: Int32, results: Constexpr = (DV, DK)) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.reload_tile(c, a, tile_idx)
@@ -258,9 +258,9 @@ class BackwardCtaSm100(BackwardKernel):
         self,
         work: Work,
         tile_idx: Int32,
-        which: cutlass.Constexpr,
+        which: Constexpr,
         piece: Int32,
-        is_last: cutlass.Constexpr,
+        is_last: Constexpr,
         is_first: Boolean,
     ) -> None:
         """A piece of dV or dK, this warpgroup's last one or not."""
@@ -310,9 +310,7 @@ class BackwardCtaSm100(BackwardKernel):
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def _write_row(
-        self, work: Work, tile: KeyTile, which: cutlass.Constexpr, acc: cute.Tensor, first_column: Int32
-    ) -> None:
+    def _write_row(self, work: Work, tile: KeyTile, which: Constexpr, acc: cute.Tensor, first_column: Int32) -> None:
         """A thread's float32 columns of its key, from one on, to where dV or dK belongs, if they are whole."""
         a = work.arguments
         mX = rows_first((a.mdV, a.mdK)[which], self.config.features.packed)

@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import fma, opaque, pack, unpack
@@ -155,7 +155,7 @@ class Scores:
         return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
 
     @cute.jit
-    def _store_dbias(self, work: Work, gradients: cutlass.Constexpr, block: Block) -> None:
+    def _store_dbias(self, work: Work, gradients: Constexpr, block: Block) -> None:
         """Stores dS of a step, rounded, as the gradient of the bias, where every score has a bias of its own."""
         tile = work.shared.reload_tile(self.config, work.arguments, block.tile_idx)
         if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
@@ -197,7 +197,7 @@ class Scores:
         block: Block,
         place: Int32,
         listed: tuple[Boolean, list[Int32]] | None = None,
-        bias: cutlass.Constexpr = None,
+        bias: Constexpr = None,
     ) -> None:
         """Applies softcap, bias and masks to scores in tensor memory.
 

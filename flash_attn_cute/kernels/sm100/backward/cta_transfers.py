@@ -5,7 +5,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -114,9 +114,7 @@ class Transfers:
         shared.publish_end(tile_idx)
 
     @cute.jit
-    def _load_keys(
-        self, tile: KeyTile, x: cutlass.Constexpr, shared: Shared, tile_idx: Int32, later: cutlass.Constexpr = 0
-    ) -> None:
+    def _load_keys(self, tile: KeyTile, x: Constexpr, shared: Shared, tile_idx: Int32, later: Constexpr = 0) -> None:
         """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
         x.ring.wait_empty(tile_idx + later)  # from those who read it, or the gradient that took its place
         with cute.arch.elect_one():
@@ -126,7 +124,7 @@ class Transfers:
 
     @cute.jit
     def _load_queries(
-        self, tile: KeyTile, x: cutlass.Constexpr, stats: cutlass.Constexpr, head: Int32, m_block: Int32, step: Int32
+        self, tile: KeyTile, x: Constexpr, stats: Constexpr, head: Int32, m_block: Int32, step: Int32
     ) -> None:
         """A block of Q or dO, with the lse or delta that come with it: from where, and to where."""
         start = m_block * self.config.tile_m
@@ -180,9 +178,7 @@ class Transfers:
         return part * num, min((part + 1) * num, c.pieces_dQ)
 
     @cute.jit
-    def _put(
-        self, shared: Shared, numbers: cutlass.Constexpr, part: cutlass.Constexpr, i: cutlass.Constexpr, thread: Int32
-    ) -> None:
+    def _put(self, shared: Shared, numbers: Constexpr, part: Constexpr, i: Constexpr, thread: Int32) -> None:
         """Writes a thread's share of the i-th piece of dQ to shared memory, from its numbers of a part."""
         c, place, first = self.config, shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns
         if const_expr(c.transposes_dQ):

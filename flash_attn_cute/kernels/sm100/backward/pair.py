@@ -46,7 +46,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -234,10 +234,10 @@ class PairScores(Scores):
         self,
         work: Work,
         place: Int32,
-        P: cutlass.Constexpr,
+        P: Constexpr,
         delta: cute.Tensor,
         exchange: Int32,
-        await_room: cutlass.Constexpr = lambda: None,
+        await_room: Constexpr = lambda: None,
     ) -> None:
         """Calls ``write_dS``. dS is where it is multiplied, or on its way there, in the exchange of that number."""
         self.write_dS(work, place, P, delta, await_room)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -104,7 +104,7 @@ class PairTransfers(Transfers):
 
     @cute.jit
     def _load_columns_of_keys(
-        self, tile: KeyTile, t: RowTiles, shared: PairShared, tile_idx: Int32, later: cutlass.Constexpr = 0
+        self, tile: KeyTile, t: RowTiles, shared: PairShared, tile_idx: Int32, later: Constexpr = 0
     ) -> None:
         """This CTA's columns of the keys of both, 64 at a time; of those of dQ that both compute, both have them.
 
@@ -144,9 +144,9 @@ class PairTransfers(Transfers):
     def _put(
         self,
         shared: PairShared,
-        numbers: cutlass.Constexpr,
-        part: cutlass.Constexpr,
-        i: cutlass.Constexpr,
+        numbers: Constexpr,
+        part: Constexpr,
+        i: Constexpr,
         thread: Int32,
     ) -> None:
         """See ``Transfers``. If dQ is transposed, the first CTA adds its first lanes, the second its last."""
@@ -196,7 +196,7 @@ class PairTwoPassTransfers(PairTransfers):
 
     @cute.jit
     def _load_first_pass(
-        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: Constexpr
     ) -> None:
         """Q by rows, a step ahead of dO by columns; behind the first step's V."""
         c, (tile, tile_idx, step, do_step, number) = self.config, start
@@ -218,7 +218,7 @@ class PairTwoPassTransfers(PairTransfers):
 
     @cute.jit
     def _load_second_pass(
-        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: cutlass.Constexpr
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared, start: Constexpr
     ) -> None:
         """Q by rows and by columns, and dO by rows; behind the first step's K by columns."""
         c, (tile, tile_idx, step, do_step, number), done = self.config, start, Int32(0)

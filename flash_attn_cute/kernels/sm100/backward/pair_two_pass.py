@@ -55,7 +55,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
@@ -216,7 +216,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         i: Int32,
         step: Int32,
         number: Int32,
-        stores: cutlass.Constexpr = True,
+        stores: Constexpr = True,
     ) -> list[Int32]:
         """Computes P of the i-th block of the nth head, from the scores of a number; see ``Scores.compute_P``."""
         shared, rings = work.shared, work.shared.rings
@@ -238,7 +238,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         return P
 
     @cute.jit
-    def _compute_dS(self, work: Work, P: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
+    def _compute_dS(self, work: Work, P: Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
         """Computes dS of a step, from dP of that number."""
         shared, rings = work.shared, work.shared.rings
         rings.scores.wait_full(number)  # from the tensor cores

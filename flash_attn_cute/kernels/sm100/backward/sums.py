@@ -9,7 +9,7 @@ is transposed, in parts of 64 columns, or of those that a CTA of a pair adds: (p
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import add_four
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -35,7 +35,7 @@ def put(numbers: list[Float32], sums: cute.Tensor, row: Int32) -> None:
 
 
 @cute.jit
-def share(numbers: cutlass.Constexpr, sums: cute.Tensor, row: Int32, is_first: Boolean) -> None:
+def share(numbers: Constexpr, sums: cute.Tensor, row: Int32, is_first: Boolean) -> None:
     """Adds a row of some columns; the first to come writes."""
     if is_first:
         put(numbers, sums, row)
@@ -63,8 +63,8 @@ def round_block(
     stop: Int32,
     lane: Int32,
     scale: Float32,
-    tile_d: cutlass.Constexpr,
-    parts: cutlass.Constexpr,
+    tile_d: Constexpr,
+    parts: Constexpr,
 ) -> None:
     """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), by a warp.
 
@@ -114,8 +114,8 @@ def round_transposed(
     stop: Int32,
     lane: Int32,
     scale: Float32,
-    tile_d: cutlass.Constexpr,
-    part_columns: cutlass.Constexpr,
+    tile_d: Constexpr,
+    part_columns: Constexpr,
 ) -> None:
     """``round_block`` of a block that is transposed, in parts of so many columns."""
     # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
