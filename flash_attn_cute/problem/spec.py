@@ -97,7 +97,7 @@ class AttentionInputs(NamedTuple):
     nheads, d), k (total_k, nheads_k, d), v (total_k, nheads_k, d_v); mask and bias broadcast to (nheads,
     total_q, max_seqlen_k), keys counted from the start of their own sequence. A block mask is one of (batch, heads,
     seqlen_q, seqlen_k), or of (1, heads, total_q, total_k). One of key blocks that each query selects is ``selected``
-    instead, (batch, heads, seqlen_q, top) or (1, heads, total_q, top), see ``sparsity.selection.Selection.selected``;
+    instead, (batch, heads, seqlen_q, top) or (1, heads, total_q, top), see ``sparsity.selection.Selection``;
     batch is 1 where all entries have the same, and heads are 1, nheads_k or nheads.
     """
 

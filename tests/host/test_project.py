@@ -3,6 +3,7 @@
 import argparse
 import ast
 import functools
+import io
 import itertools
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -374,6 +376,14 @@ PAGES = [
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
 def test_what_pages_name_is_there(page: str) -> None:
     assert what_is_missing((ROOT / page).read_text()) == []
+
+
+def test_what_docstrings_and_comments_name_is_there() -> None:
+    """Modules of the rooms, and what is in them, by files of the package."""
+    for path in PACKAGE.rglob("*.py"):
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        prose = [x.string for x in tokens if x.type == tokenize.COMMENT or x.string.startswith('"""')]
+        assert what_is_missing("\n".join(prose)) == [], path
 
 
 def test_what_is_not_there_is_missed() -> None:

@@ -33,7 +33,7 @@ def sink_gradient(
     if offsets is None:
         batch, seqlen = inputs.q.shape[:2]
         first = _first_rows(batch, -(-seqlen // tile_m) * tile_m, sink.device)
-    else:  # as ``kernels.common.lengths.packed_block`` has it
+    else:  # as ``kernels.common.workspace.packed_block`` has it
         first = offsets[:-1] // tile_m * tile_m + _first_rows(num_sequences(inputs), tile_m, sink.device)
     return _minus(sum_by_documents(weights, first)).to(sink.dtype)
 

@@ -106,7 +106,7 @@ class Scores:
         """Computes P of a step from S, which has a number in its ring and a first column.
 
         Returns P in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
-        ``to_gradients`` gives back lse, with the delta that came with it.
+        ``compute_dS`` gives back lse, with the delta that came with it.
         """
         c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
         listed = self._listed(work, block) if f.listed else None  # while scores are computed
