@@ -142,6 +142,10 @@ def packed_documents() -> None:
                 flash_attn_varlen_func(q, k, v, offsets[-2:], offsets[-2:], 41, 41)
         for found in (whole, gather(out, sharding)):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        # Outside of the context as many rows have the default sharding, too.
+        other = torch.arange(93.0)
+        sharded = Sharding.balanced([0, 93], dist.get_world_size(), causal=True).shard(other, rank_of())
+        assert context_parallel_unshard(None, [sharded], [0])[0].equal(other)
 
 
 def calls_by_pytorch() -> None:
@@ -287,6 +291,20 @@ def test_models_that_find_documents_by_themselves() -> None:
         pytest.raises(ValueError, match=message),
     ):
         model(ids, position_ids=positions, use_cache=False)
+
+
+def test_lengths_are_those_of_the_sharding() -> None:
+    x, offsets = torch.randn(8, 2, 8), torch.tensor([0, 4, 8], dtype=torch.int32)
+    used = torch.tensor([3, 2], dtype=torch.int32)
+    call: dict[str, Any] = {"seqused_q": used, "seqused_k": used}
+    expected = flash_attn_varlen_func(x, x, x, offsets, offsets, 4, 4, **call)
+    sharding = Sharding.balanced([0, 4, 8], 1, **call)
+    with context_parallel(None, buffers=[x], buffer_seq_dims=[0], sharding=sharding):
+        out = flash_attn_varlen_func(x, x, x, offsets, offsets, 4, 4, **call)
+        torch.testing.assert_close(gather(out, sharding), expected)
+        for name in call:
+            with pytest.raises(ValueError, match=rf"{name}: expected those of the sharding, \[3, 2\]"):
+                flash_attn_varlen_func(x, x, x, offsets, offsets, 4, 4, **call | {name: used - 1})
 
 
 def test_offsets_in_place_of_a_sharding() -> None:

@@ -390,6 +390,14 @@ def test_auto_chooses_what_waits_least(documents: list[int], num_ranks: int, by_
     assert cost_model.best(found) == expected
 
 
+@pytest.mark.parametrize("packing_invariant", [False, True])
+def test_auto_trades_heads_where_that_waits_least(packing_invariant: bool) -> None:
+    """If invariant, where no rank shares a head of k with another one: here each of 8 has one."""
+    sharding = Sharding.balanced([0, 131_072], 8, causal=True)
+    request = PlanRequest(sharding, None, 1, None, None, (None, 0), "auto", SHAPE, packing_invariant=packing_invariant)
+    assert method_plan.plan(request, Place(0, 8, 1), torch.device("cpu")).trade is not None
+
+
 def test_a_plan_is_made_once_for_all_layers() -> None:
     sharding = Sharding.contiguous([0, 8], 2)
     request = PlanRequest(sharding, None, 1, None, None, (None, 0), "ring", SHAPE)
