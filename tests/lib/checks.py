@@ -604,7 +604,7 @@ def drawn_call(
         "nheads_k": nheads_k,
         "dtype": draw.choice([torch.bfloat16, torch.float16]),
         "sink": draw.random() < 0.3,
-        "softmax_scale": draw.choice([None, 0.05, -0.2]),
+        "softmax_scale": draw.choice([None, 0.05, -0.2, 0.0]),
         "generator": torch.Generator().manual_seed(draw.randrange(2**31)),
     } | given
     for name in ("head_dim", "head_dim_v"):
