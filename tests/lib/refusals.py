@@ -14,6 +14,7 @@ def pairs(table: str) -> list[tuple[str, str]]:
     begins, where "..." between spaces, or at the start, stands for anything.
     """
     found = re.findall(r"^(\S.*)\n((?: +.*\n)+)", table, re.MULTILINE)
+    assert len(found) == len(re.findall(r"^\S", table, re.MULTILINE)), "a call has no error, and would not be made"
     return [(call, " ".join(error.split())) for call, error in found]
 
 
