@@ -19,11 +19,10 @@ HOPPER_ALONE = {
 }
 OF_KERNELS = {
     "tests/numerics/test_determinism.py::test_the_default",
-    "tests/numerics/test_hopper_block_masks.py::test_every_kind_of_mask",
+    "tests/numerics/test_hopper_block_masks.py::test_random_masks",
     "tests/numerics/test_hopper_edges.py::test_threads_of_two_gpus",
-    "tests/numerics/test_lowering.py::test_windows_and_documents_on_a_gpu",
     "tests/numerics/test_mask_bias_memory.py::test_graph_capture",
-    "tests/numerics/test_sm90.py::test_random_gradients",
+    "tests/numerics/test_sm90.py::test_random_calls",
 }
 
 
