@@ -129,7 +129,7 @@ class AttentionInputs(NamedTuple):
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        """See ``wide``."""
+        """float32, or float64 for float64 inputs."""
         return wide(self.q.dtype)
 
 

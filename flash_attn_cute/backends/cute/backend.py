@@ -244,7 +244,7 @@ class CuteBackend:
             dbias = None if bias is None else bias.new_zeros(bias.shape)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
         inputs = over_scores(inputs)
-        is_packed = spec.has_seqused if spec.selection_block else runs_packed(spec, inputs)
+        is_packed = runs_packed(spec, inputs)
         layout = score_layout(inputs, bias, is_repacked=is_packed and not spec.packed)
         layout = layout._replace(half_entries=half_entries(inputs))
         grads = Gradients(dq, dk, dv)
@@ -253,10 +253,10 @@ class CuteBackend:
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = compact(lse.transpose(0, 1).flatten(1))
             grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
-        packed = BackwardCall(spec, inputs, out, lse, dout, dlse, residual)
+        call = BackwardCall(spec, inputs, out, lse, dout, dlse, residual)
         if spec.selection_block:
-            return Gradients(dq, dk, dv, dsink=selection.backward(self.launch_of, packed, grads, sink))
-        done = self._launch_backward(packed, layout, grads)
+            return Gradients(dq, dk, dv, dsink=selection.backward(self.launch_of, call, grads, sink))
+        done = self._launch_backward(call, layout, grads)
         dbias, by_keys = done.arguments.mdBias, done.arguments.mdBiasOfKeys
         dbias = by_keys[:, :, None] if by_keys is not None else dbias
         if dbias is not None and bias is not None:

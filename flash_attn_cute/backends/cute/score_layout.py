@@ -21,7 +21,9 @@ def num_sequences(inputs: AttentionInputs) -> int:
 
 def runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch rewritten as such."""
-    return spec.packed or spec.has_seqused or dense_has_fully_masked(inputs, spec.window_right)
+    # Kernels of selections take queries that see no key as they are; for others these are split off.
+    has_split = not spec.selection_block and dense_has_fully_masked(inputs, spec.window_right)
+    return spec.packed or spec.has_seqused or has_split
 
 
 def forward_shapes(inputs: AttentionInputs, scores: ScoreLayout) -> Shapes:
