@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +49,6 @@ def each_of(name: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
 packed_or_dense = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 
 Results = dict[str, Tensor]
-Captured = TypeVar("Captured")
 
 GRADS = ("q", "k", "v", "bias", "learnable_sink")
 
@@ -489,14 +488,6 @@ def assert_alike(
         dout, given = torch.randn_like(one), {"rtol": 0.0, "atol": 0.0} if exact else {}
         grads = (torch.autograd.grad(out, leaves, dout) for out in (one, other))
         torch.testing.assert_close(*grads, **given)  # type: ignore[arg-type]
-
-
-def captured(function: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
-    """A CUDA graph of a function that has run before, and where its replays leave their results."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], Any]:

@@ -1,14 +1,16 @@
-"""Whether, and how often, a host waits for its device."""
+"""Whether, and how often, a host waits for its device, and CUDA graphs, in whose capture it must not."""
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lib.checks import captured, same_bits
+from tests.lib.checks import same_bits
+
+Captured = TypeVar("Captured")
 
 
 def synchronisations(function: Any) -> int:
@@ -22,6 +24,14 @@ def synchronisations(function: Any) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def captured(function: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
+    """A CUDA graph of a function that has run before, and where its replays leave their results."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
 
 
 def assert_captured(function: Callable[[], Iterable[Tensor]], change: Callable[[], object]) -> None:

@@ -24,7 +24,6 @@ from tests.lib.checks import (
     assert_matches_oracle,
     bits,
     both_passes,
-    captured,
     differing,
     each_of,
     needs_kernels,
@@ -35,6 +34,7 @@ from tests.lib.checks import (
     with_gradients,
 )
 from tests.lib.oracle import Call
+from tests.lib.waits import captured
 
 MASKS: dict[str, Case] = {
     "full": {},

@@ -24,7 +24,6 @@ from tests.lib.checks import (
     assert_results_close,
     bitwise_equal,
     call_on,
-    captured,
     check_on,
     drawn_call,
     draws,
@@ -40,7 +39,7 @@ from tests.lib.checks import (
 )
 from tests.lib.interpreted.common import as_given
 from tests.lib.oracle import Call
-from tests.lib.waits import assert_captured
+from tests.lib.waits import assert_captured, captured
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
 CALLS: dict[str, Case] = {
