@@ -1,12 +1,11 @@
 """Bugs of the backward kernel."""
 
-from lab.bugs.code import arrivals, both, commits, find, waits
+from lab.bugs.code import arrivals, commits, find, waits
 from lab.bugs.table import Bug, Bugs
 
-# Products at d = 64, four steps each: of dK and dQ in the loop over steps, and behind it.
+# Products at d = 64, four steps each: of dQ in the loop over steps, and behind it.
 _PRODUCTS = find("mma", "tcgen05.mma", 28)
-_OF_S, _OF_DP, _OF_DV = _PRODUCTS[:4], _PRODUCTS[12:16], _PRODUCTS[16:20]
-_OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[8:12] + _PRODUCTS[24:]
+_OF_S, _OF_DV, _OF_DQ = _PRODUCTS[:4], _PRODUCTS[16:20], _PRODUCTS[8:12] + _PRODUCTS[24:]
 _P_STORED = find("compute", "tcgen05.st", 6)[2:4]
 _LESSER = r"min\.s32\s+(%r\d+), (%r\d+), %r\d+"
 _POLL = find("adding", "ld.acquire")
@@ -56,11 +55,7 @@ BACKWARD: Bugs = {
     "wrong phase": Bug.wrong_phases(
         """
         mma v.full | the mma warp waits for the phase of V that is over
-        mma dp.empty*2 | the mma warp is a phase late with dS
-        producer k.empty | the producer waits for K as if stages began full
-        compute scores.full | compute warps are a phase late with scores
         drain dq.full | drain warps are a phase late with dQ
-        adding pieces_even.full*2 | adding warps wait for the phase of pieces that is over
         """
     ),
     "wrong stage": (
@@ -72,16 +67,10 @@ BACKWARD: Bugs = {
             "lse is put a stage further than it is read",
             find("producer", "cp.async.bulk.shared::cluster", barrier="q.full").further(0, 512),
         ),
-        Bug("dV takes dO of the neighbouring stage", _OF_DV.flipped("b", 16384 >> 4)),
         Bug(
             "dK that is begun gives back a stage of dO instead of Q",
             commits("q.empty", 2).at_other_barrier(0, "q.empty", "do.empty"),
             "steps",
-            lint="arrivals",
-        ),
-        Bug(
-            "complete scores are signalled at the barrier of dP",
-            commits("scores.full").at_other_barrier(0, "scores.full", "dp.full"),
             lint="arrivals",
         ),
         Bug(
@@ -92,39 +81,23 @@ BACKWARD: Bugs = {
     ),
     "wrong descriptor": (
         Bug("groups of 8 rows of K are looked for at half their distance, for scores", _OF_S.flipped("a.stride", 0x60)),
-        Bug("groups of 8 rows of dO are looked for at half their distance, for dV", _OF_DV.flipped("b.stride", 0x60)),
         Bug(
             "the second 64 queries of dS are looked for at the place of the first, for dQ",
             _OF_DQ.flipped("a.leading", 0x400),
         ),
-        Bug("V is said to be swizzled in 64 bytes", _OF_DP.flipped("a.swizzle", 6)),
         Bug("dS is said to have keys contiguous, for dQ", _OF_DQ.flipped("transposes_a")),
-        Bug("dO is said to have queries contiguous, for dV", _OF_DV.flipped("transposes_b")),
-        Bug("dS is said to be float16, for dK", _OF_DK.flipped("type_a")),
-        Bug("products of dP are said to have half the queries", _OF_DP.flipped("columns", 16 ^ 8)),
     ),
     "wrong column": (
         Bug("scores take the place of dV", _OF_S.flipped("target", 128)),
-        Bug("dV and dK change places", both(_OF_DV.flipped("target", 128 ^ 320), _OF_DK.flipped("target", 128 ^ 320))),
         Bug("dV takes P where there are scores", _OF_DV.flipped("a", 32)),
-        Bug("P is stored a column further", _P_STORED.rewritten(r"\+ 0\]", "+ 1]")),
     ),
     "wrong count": (
         Bug.counted_short("dS is said to be there when half the warps have stored it", "dp.empty", 4, lags="compute"),
-        Bug.counted_short("Q is said to be read when lse is, but for a warp's", "q.empty", 1, "steps", "products"),
-        Bug.counted_short(
-            "a piece of dQ is said to be there when three of four warps have written it", "pieces_even.full", 1
-        ),
         Bug.all_arrive("all threads of a warp arrive for it", "drain", "dq.empty"),
-        Bug("an arrival counts twice", arrivals("compute", "dp.empty").ending_with(2), lint="arrivals"),
     ),
     "missing arrival": (
         Bug.no_commit("complete dP is not signalled", "dp.full", lint="arrivals"),
         Bug.no_arrival("drain warps do not say that they have read dQ", "drain", "dq.empty", "steps"),
-        Bug.no_arrival(
-            "adding warps do not give places of pieces back", "adding", "pieces_even.empty", "steps", count=2
-        ),
-        Bug.no_arrival("compute warps do not say that they have read lse", "compute", "q.empty", "steps"),
         Bug("dV does not give back the place of V", arrivals("compute", "v.empty").left_out(), "tiles"),
     ),
     "wrong order": (
@@ -133,31 +106,16 @@ BACKWARD: Bugs = {
             _OF_S[3].moved_behind(commits("scores.full")),
             lags="products",
         ),
-        Bug(
-            "tensor memory is freed while others may still read it",
-            find("mma", "tcgen05.dealloc").ahead("bar.sync").left_out(),
-            lags="compute",
-        ),
     ),
     "wrong bytes": (
         Bug.wrong_bytes("the bytes of lse are not expected", "q.full", 16384),
         Bug.no_bytes("no bytes of V are expected", "producer", "v.full", lags="loads", lint="expected-bytes"),
-        Bug(
-            "delta signals the barrier of Q",
-            find("producer", "cp.async.bulk.shared::cluster", barrier="do.full").at_other_barrier(
-                3, "do.full", "q.full"
-            ),
-        ),
         Bug("half a piece of dQ is added", find("adding", "cp.reduce.async.bulk", 2).ending_with(8192), "tiles"),
     ),
     "missing fence": (
         Bug.no_proxy_fence(
             "dS in shared memory is multiplied without fence.proxy.async",
             arrivals("compute", "dp.empty").ahead("fence.proxy.async"),
-        ),
-        Bug.no_proxy_fence(
-            "a piece of dQ is added by TMA without fence.proxy.async",
-            arrivals("drain", "pieces_even.full", 2)[:1].ahead("fence.proxy.async"),
         ),
         Bug.no_proxy_fence(
             "dV in shared memory is stored by TMA without fence.proxy.async",
@@ -176,15 +134,9 @@ BACKWARD: Bugs = {
             shows=False,
         ),
         Bug.no_fence_before("the stores of P and their arrival", arrivals("compute", "scores.empty")),
-        Bug.no_fence_before("dS and its arrival", arrivals("compute", "dp.empty")),
         Bug.no_fence_before("reading dQ and giving it back", arrivals("drain", "dq.empty")),
-        Bug.no_fence_before("reading dV and giving it back", arrivals("compute", "dv.empty")),
         Bug.no_fence_after("dS's arrival and its products", waits("mma", "dp.empty", 2)[0]),
-        Bug.no_fence_after("the arrival of P and its product", waits("mma", "scores.empty")),
-        Bug.no_fence_after("a commit and scores that are read", waits("compute", "scores.full")),
-        Bug.no_fence_after("a commit and dP that is read", waits("compute", "dp.full")),
         Bug.no_fence_after("a commit and dQ that is read", waits("drain", "dq.full")),
-        Bug.no_fence_after("a commit and dV that is read", waits("compute", "dv.full")),
     ),
     "missing tcgen05.wait": (
         Bug.no_load_wait("dP is computed with before it is in registers", waits("compute", "dp.full")),
@@ -197,10 +149,6 @@ BACKWARD: Bugs = {
             arrivals("drain", "pieces_even.full", 2)[:1],
         ),
         Bug("a warp stores dV that others have not written", find("compute", "bar.sync", having=r", 128").left_out()),
-        Bug(
-            "a warpgroup's barrier waits for three of its four warps",
-            find("compute", "bar.sync", having=r", 128").rewritten("128", "96"),
-        ),
     ),
     "turns": (
         Bug.always_branches("dQ is added before its turn has come", _POLL, "turns"),
@@ -212,7 +160,6 @@ BACKWARD: Bugs = {
             lint="turn",
         ),
         Bug("the turn is not counted", find("adding", "red").left_out(), "turns"),
-        Bug("the turn is counted twice", find("adding", "red").ending_with(2), "turns"),
         Bug("a turn is counted for the next block", find("adding", "red").further(0, 4), "turns"),
         Bug.always_branches(
             "dQ is rounded before all tiles have added to it", find("compute", "ld.acquire", 2)[0], "turns"
@@ -303,7 +250,6 @@ BACKWARD: Bugs = {
             "bias",
         ),
         Bug("a tile's first dV is added to the last tile's", _OF_DV[0].flipped("accumulates"), "tiles"),
-        Bug("a tile's first dK is added to the last tile's", _OF_DK[::4].flipped("accumulates"), "tiles"),
         Bug.always_branches("keys behind an end are not hidden", find("compute", "tcgen05.ld", 8)[0], "causal"),
     ),
 }

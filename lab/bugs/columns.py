@@ -23,8 +23,6 @@ COLUMNS: Bugs = {
         """
         compute entries.full | compute warps are a phase late with entries
         adding turns.full | adding warps are a phase late with turns
-        producer entries.empty | the producer waits for entries as if stages began full
-        producer turns.empty | the producer waits for turns as if stages began full
         """
     ),
     "wrong stage": (
@@ -35,23 +33,17 @@ COLUMNS: Bugs = {
     "list": (
         Bug("a tile takes the list of the next keys", _LIST.further(1, 8)),
         Bug("a turn is that of another entry", _TURN_OF_ENTRY.further(1, 12), "turns"),
-        Bug("a turn is that of a block of the same number", _TURN_OF_ENTRY.further(1, -8), "turns"),
     ),
     "bits": (
         Bug("scores are hidden by the bits of another block", _BITS.further(1, _TILE), "causal"),
         Bug("a warpgroup has bits of the other one's queries", _BITS.further(1, _TILE // 2), "causal"),
-        Bug("a thread has the bits of the next key", _BITS.further(1, 8), "causal"),
         Bug.always_branches("scores whose bits are 0 are not hidden", find("compute", "tcgen05.ld", 8)[0]),
     ),
     "wrong count": (
         Bug.counted_short("an entry is said to be read when one warpgroup has read it", "entries.empty", 4, "many"),
-        Bug.counted_short("a turn is said to be read when one adding warp has read it", "turns.empty", 1, "many"),
-        Bug.all_arrive("all threads of a warp say that they have read an entry", "compute", "entries.empty", "many"),
     ),
     "missing arrival": (
         Bug.no_arrival("compute warps do not give entries back", "compute", "entries.empty", "many"),
-        Bug.no_arrival("adding warps do not give turns back", "adding", "turns.empty", "many"),
-        Bug.no_arrival("an entry is not published", "producer", "entries.full"),
         Bug.no_arrival("a turn is not published", "producer", "turns.full"),
     ),
 }

@@ -72,9 +72,7 @@ FORWARD: Bugs = {
     "wrong phase": Bug.wrong_phases(
         """
         mma v.full*2 | the mma warp waits for the phase of V that is over
-        producer k.empty | the producer waits for K as if stages began full
         softmax scores.full | softmax is a phase late with scores
-        epilogue outputs.full | the epilogue is a phase late with O
         """
     ),
     "wrong stage": (
@@ -82,8 +80,6 @@ FORWARD: Bugs = {
             "K is put a stage further than products read it",
             find("producer", "cp.async.bulk.tensor", barrier="k.full").further(0, 16384),
         ),
-        Bug("products read V of the neighbouring stage", _OF_O.flipped("b", 16384 >> 4)),
-        Bug("scores of the first part are signalled to the second", commits("scores.full+0").further(0, 8)),
         Bug(
             "outputs that are begun give back a stage of K instead of V",
             commits("v.empty", 2).at_other_barrier(0, "v.empty", "k.empty"),
@@ -91,7 +87,6 @@ FORWARD: Bugs = {
     ),
     "wrong descriptor": (
         Bug("groups of 8 rows of K are looked for at half their distance", _OF_S.flipped("b.stride", 0x60), "one"),
-        Bug("groups of 8 keys of V are looked for at half their distance", _OF_O.flipped("b.stride", 0x60), "one"),
         Bug(
             "the second 64 columns of V are looked for at the place of the first",
             _OF_O.flipped("b.leading", 0x400),
@@ -108,8 +103,6 @@ FORWARD: Bugs = {
     ),
     "wrong column": (
         Bug("scores take the place of the other part's", _OF_S.flipped("target", 128), "one"),
-        Bug("products read P where there are scores", _OF_O.flipped("a", 64), "one"),
-        Bug("the parts' outputs change places", _OF_O.flipped("target", 64), "one"),
         Bug("the end of most of P is stored a column further", _END_OF_MOST.rewritten(r"\+ 32", "+ 33"), "one"),
         Bug(
             "warps of softmax reach for lanes of others",
@@ -119,20 +112,12 @@ FORWARD: Bugs = {
     ),
     "wrong count": (
         Bug.counted_short("P is said to be stored when three of four warps have stored it", "scores.empty", 1),
-        Bug.counted_short(
-            "a tile's place is said to be free when all but one warp have read it",
-            "tiles.empty",
-            1,
-            "short",
-            "epilogue",
-        ),
         Bug.counted_short("the place of Q is said to be free before O has left it", "q.empty", 1, "d192", "stores"),
         Bug.all_arrive("all threads of a warp arrive for it", "softmax", "scores.empty"),
         Bug("an arrival counts twice", arrivals("epilogue", "outputs.empty").ending_with(2), lint="arrivals"),
     ),
     "missing arrival": (
         Bug("softmax does not say that its sums are there", arrivals("softmax", "stats.full").left_out()),
-        Bug.no_commit("complete scores are not signalled", "scores.full", count=2),
         Bug.no_commit("the producer gets no signal that products are done with K", "k.empty", "long"),
     ),
     "wrong order": (
@@ -175,20 +160,12 @@ FORWARD: Bugs = {
             shows=False,
         ),
         Bug.no_fence_before("the stores of P and their arrival", arrivals("softmax", "scores.empty"), "one"),
-        Bug.no_fence_before("reading O and giving it back", arrivals("epilogue", "outputs.empty"), "one"),
         Bug.no_fence_after("the arrival of P and its product", waits("mma", "outputs.empty", 4)[0], "one"),
-        Bug.no_fence_after("a commit and scores that are read", waits("softmax", "scores.full"), "one"),
-        Bug.no_fence_after("a commit and O that is stored", waits("epilogue", "outputs.full"), "one"),
         Bug.no_fence_after("a commit and O that is rescaled (one part)", waits("softmax", "added.full", 4)[1], "d256"),
     ),
     "missing tcgen05.wait": (
         Bug.no_load_wait("scores are computed with before they are in registers", _LOADS[0], "one"),
-        Bug.no_load_wait("O is computed with before it is in registers", find("epilogue", "tcgen05.ld", 4)[-1], "one"),
         Bug.no_store_wait("P is handed over before it is in tensor memory", _END_OF_MOST[0], "long", "softmax"),
-        Bug.no_store_wait(
-            "O that has been rescaled is handed over before it is in tensor memory",
-            find("softmax", "tcgen05.st", 14)[-3],
-        ),
     ),
     "missing barrier": (
         Bug.no_warp_sync(
@@ -237,6 +214,5 @@ FORWARD: Bugs = {
             _OF_O[::4].flipped("accumulates"),
         ),
         Bug.always_branches("O is not rescaled when row_max rises", _LOADS[-2]),
-        Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out()),
     ),
 }

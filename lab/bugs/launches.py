@@ -104,7 +104,6 @@ _KIND, _STRIDES, _SIZES, _BOX = 8, 12, 32, 55  # of a tensor map: at which byte 
 LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
     "grid": (
         LaunchBug("preprocessing has a CTA less", "backward", _fewer_ctas("Preprocess")),
-        LaunchBug("a mask is cut into tiles by a CTA less", "mask", _fewer_ctas("MaskTiles")),
         LaunchBug("a tile of a bias's gradient has no CTA", "bias", _fewer_ctas("BiasGradient")),
         LaunchBug("a CTA has a warp less", "forward", _with(_FORWARD, "block", lambda _: (480, 1, 1))),
     ),
@@ -115,27 +114,17 @@ LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
     "shared memory": (
         LaunchBug("the forward kernel has 1 KB less", "forward", _less_shared(_FORWARD)),
         LaunchBug("the backward kernel has 1 KB less", "backward", _less_shared(_MAIN)),
-        LaunchBug("the kernel that cuts masks has 1 KB less", "mask", _less_shared("MaskTiles")),
     ),
     "tensor map": (
         LaunchBug("boxes of Q have half their rows", "forward", _map(_FORWARD, 0, "<B", _BOX + 1, lambda n: n // 2)),
-        LaunchBug("boxes of K have half their columns", "forward", _map(_FORWARD, 1, "<B", _BOX, lambda n: n // 2)),
         LaunchBug("K is not swizzled", "forward", _map(_FORWARD, 1, "<I", _KIND, lambda kind: kind & ~(3 << 13))),
-        LaunchBug(
-            "V is swizzled in 64 bytes", "forward", _map(_FORWARD, 2, "<I", _KIND, lambda kind: kind - (1 << 13))
-        ),
         LaunchBug(
             "rows of K have the stride of rows of another tensor",
             "forward",
             _map(_FORWARD, 1, "<I", _STRIDES, lambda n: n // 2),
         ),
-        LaunchBug(
-            "heads of V have the stride of rows", "forward", _map(_FORWARD, 2, "<I", _STRIDES + 4, lambda n: 2 * n)
-        ),
         LaunchBug("K has a row more than there is", "forward", _map(_FORWARD, 1, "<I", _SIZES + 4, lambda n: n + 1)),
-        LaunchBug("V has a block of keys less", "forward", _map(_FORWARD, 2, "<I", _SIZES + 4, lambda n: n - 128)),
         LaunchBug("Q is loaded as dO is", "backward", _map_of(_MAIN, 0, 1)),
-        LaunchBug("dV is stored as dK is", "backward", _map_of(_MAIN, 5, 4)),
     ),
     "workspace": (
         LaunchBug(

@@ -14,13 +14,7 @@ _PUBLISHED = find("producer", "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 LISTS: Bugs = {
     "missing wait": Bug.no_waits("softmax entries.full | softmax reads an entry before it is there"),
-    "wrong phase": Bug.wrong_phases(
-        """
-        softmax entries.full | softmax is a phase late with entries
-        mma entries.full in many | the mma warp reads the last phase's entries
-        producer entries.empty | the producer waits as if stages began full
-        """
-    ),
+    "wrong phase": Bug.wrong_phases("softmax entries.full | softmax is a phase late with entries"),
     "wrong stage": (
         Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12)),
         Bug("the parts' entries change places", _PUBLISHED[1].further(0, 4)),
@@ -33,12 +27,9 @@ LISTS: Bugs = {
             lint="arrivals",
             shows=False,
         ),
-        Bug.all_arrive("all threads of a warp say that they have read an entry", "softmax", "entries.empty", "many"),
     ),
     "missing arrival": (
         Bug.no_arrival("the mma warp does not give entries back", "mma", "entries.empty", "many"),
-        Bug.no_arrival("softmax does not give entries back", "softmax", "entries.empty", "many"),
-        Bug.no_arrival("an entry is not published", "producer", "entries.full"),
         Bug(
             "softmax does not hand over the part of P that it leaves out",
             arrivals("softmax", "p.full", 3)[2].left_out(),
