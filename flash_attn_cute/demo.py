@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_attn_cute import explain, flash_attn_varlen_func
+from flash_attn_cute.runtime.command_line import positive, run_command
 
 try:
     from einops import rearrange
@@ -235,14 +236,6 @@ def failures(loss: float, entropy: float, same: bool) -> list[str]:
     return [complaint for complaint, passed in checks.items() if not passed]
 
 
-def positive(text: str) -> int:
-    """A command-line number that must be 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo as the command line asks; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -282,4 +275,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -27,7 +27,7 @@ from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.selection import BLOCKS
 from flash_attn_cute.runtime import settings
-from flash_attn_cute.runtime.command_line import positive
+from flash_attn_cute.runtime.command_line import positive, run_command
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = get_args(PassName)
@@ -262,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_bundle(path, chosen.out)
         else:
             run_clear(path)
+    except BrokenPipeError:  # of the output: ``run_command`` ends it
+        raise
     except (
         OSError,
         ValueError,
@@ -278,4 +280,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
+from flash_attn_cute.runtime.command_line import natural, run_command
 
 _PROGRAM = "flash_attn_cute.kernels"
 _ROWS = {"forward": "queries", "backward": "keys"}  # of a sequence, by which a pass's kernel is chosen
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     describe.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"))
     describe.add_argument("--causal", action="store_true", help="the feature right, by its usual name")
     describe.add_argument("--features", nargs="+", default=[], choices=tuple(words()), metavar="F", help="by name")
-    describe.add_argument("--rows", type=int, default=0, help="of a sequence, where a kernel is chosen by it")
+    describe.add_argument("--rows", type=natural, default=0, help="of a sequence, where a kernel is chosen by it")
     return top
 
 
@@ -102,9 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 < min(d, d_v) <= max(d, d_v) <= widest:
         print(f"--d, --d-v: expected 1 to {widest}, got {d} and {d_v}", file=sys.stderr)
         return 2
-    if chosen.rows < 0:
-        print(f"--rows: expected 0 or more, got {chosen.rows}", file=sys.stderr)
-        return 2
     features = Features.parse([*(["right"] if chosen.causal else []), *chosen.features])
     rows = {_ROWS[chosen.pass_name]: chosen.rows} if chosen.pass_name in _ROWS else {}
     config = one_pass.configure(chosen.dtype, d, d_v, features, **rows)
@@ -115,4 +113,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

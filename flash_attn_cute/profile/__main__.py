@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from flash_attn_cute.profile import ncu, nsys, timeline, workload
+from flash_attn_cute.runtime.command_line import run_command
 
 _TOOLS = {"nsys": nsys.main, "ncu": ncu.main, "timeline": timeline.main, "workload": workload.main}
 
@@ -33,4 +34,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,7 +20,7 @@ from typing import Any
 from flash_attn_cute.profile import ncu_report, workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
-from flash_attn_cute.runtime.command_line import make_folder, natural, positive
+from flash_attn_cute.runtime.command_line import make_folder, natural, positive, run_command
 
 # Beyond the metrics of the summary, what the window needs for its own pages.
 _SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
@@ -144,4 +144,4 @@ def _check(code: int, said: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from flash_attn_cute.profile import workload
 from flash_attn_cute.profile.machine import Unavailable, find, require_gpu
 from flash_attn_cute.profile.workload import Workload
-from flash_attn_cute.runtime.command_line import make_folder
+from flash_attn_cute.runtime.command_line import make_folder, run_command
 
 _ROWS = 10
 _SUFFIX = ".nsys-rep"
@@ -141,4 +141,4 @@ def _shortened(name: str, width: int = 90) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

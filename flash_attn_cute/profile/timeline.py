@@ -25,7 +25,7 @@ import torch
 from flash_attn_cute.profile import workload
 from flash_attn_cute.profile.machine import Unavailable, require_gpu
 from flash_attn_cute.profile.workload import Workload
-from flash_attn_cute.runtime.command_line import picture
+from flash_attn_cute.runtime.command_line import picture, run_command
 
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 # Kernels of this package are named after their modules and classes; on the host there is its step of autograd.
@@ -221,4 +221,4 @@ def _short(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,7 +23,7 @@ from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.profile import machine
 from flash_attn_cute.profile.machine import Unavailable, require_gpu
 from flash_attn_cute.runtime import nvtx
-from flash_attn_cute.runtime.command_line import positive
+from flash_attn_cute.runtime.command_line import positive, run_command
 
 DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = ("forward", "backward", "both")
@@ -207,4 +207,4 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,8 +1,13 @@
-"""Types of command-line arguments that several commands have."""
+"""The types of arguments that several commands have, and how a command ends."""
 
 import argparse
+import os
 import re
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -96,3 +101,20 @@ def pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from error
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Runs a command's ``main`` and ends the process with its exit code.
+
+    If the reader of its output has gone, as behind ``| head``, the code is that of a command which SIGPIPE has ended.
+    """
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)

@@ -24,7 +24,7 @@ from flash_attn_cute.jit.disk import UnsafeFolderError
 from flash_attn_cute.jit.key import NoCompilerError
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_for
 from flash_attn_cute.runtime import settings
-from flash_attn_cute.runtime.command_line import natural, pattern
+from flash_attn_cute.runtime.command_line import natural, pattern, run_command
 from flash_attn_cute.selfcheck import report, verdict
 from flash_attn_cute.selfcheck.verdict import Check, Gpu, Verdict
 
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.report is not None:
             report.begin(chosen.report)
         found = checked(gpu, check, is_kept=chosen.families is None)
+    except BrokenPipeError:  # of the output: ``run_command`` ends it
+        raise
     except (OSError, ValueError, UnsafeFolderError, NoCompilerError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,4 +103,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute.runtime.command_line import picture, positive
+from flash_attn_cute.runtime.command_line import picture, positive, run_command
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.sparsity.dq_order import launch_orders
 
@@ -96,4 +96,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,13 +1,17 @@
 """Wrong arguments of commands: each is refused in a line that names it, without a traceback."""
 
 import importlib
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from flash_attn_cute.runtime.command_line import run_command
 from lab import prose
 from tests.lib.refusals import pairs
 
@@ -74,6 +78,8 @@ flash_attn_cute.selfcheck --families (
     argument --families: expected a regular expression, got '('
 flash_attn_cute.selfcheck --device -1
     argument --device: expected a number, 0 or more, got '-1'
+flash_attn_cute.kernels describe sm90 backward --d 64 --rows -1
+    argument --rows: expected a number, 0 or more, got '-1'
 flash_attn_cute.profile ncu --skip -1
     argument --skip: expected a number, 0 or more, got '-1'
 flash_attn_cute.profile workload --heads two
@@ -144,9 +150,40 @@ def test_pictures_are_where_the_command_says(
     assert (tmp_path / "picture.png").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "flash_attn_cute.kernels describe sm90 forward --d 64",
+        "flash_attn_cute.kernels describe --help",
+        "flash_attn_cute.jit list",
+        "flash_attn_cute.selfcheck",
+    ],
+)
+@pytest.mark.parametrize("buffering", [-1, 1])
+def test_a_command_ends_quietly_when_its_reader_has_gone(
+    command: str, buffering: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reader is one like ``| head``; the buffer is large or, as under PYTHONUNBUFFERED, none but a line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    module, *arguments = command.split()
+    main = _main_of(module)
+    monkeypatch.setattr("flash_attn_cute.selfcheck.__main__.gpu_of", print)
+    with os.fdopen(writer, "w", buffering) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as ended:
+            run_command(lambda: main(arguments))
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert not capsys.readouterr().err
+
+
 def test_modules_with_a_command_line_run_as_commands() -> None:
     """Without that ``python -m`` would end without a word."""
     modules = {str(path): (prose.ROOT / path).read_text() for path in prose.tracked() if path.suffix == ".py"}
     commands = {name for name, code in modules.items() if re.search(r"^def main\(", code, re.MULTILINE)}
     assert "benchmarks/over_ranks.py" in commands
     assert {name for name in commands if '__name__ == "__main__"' not in modules[name]} == set()
+    of_users = {name for name in commands if name.startswith("flash_attn_cute/")}
+    assert {name for name in of_users if "    run_command(main)" not in modules[name]} == {
+        "flash_attn_cute/selfcheck/worker.py"  # whose reader is the package's own
+    }

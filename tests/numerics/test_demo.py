@@ -213,7 +213,7 @@ def test_the_command() -> None:
 def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(["--steps", "0"])
-    assert "expected 1 or more, got 0" in capsys.readouterr().err
+    assert "expected a number, 1 or more, got '0'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["einops", "tqdm"])
