@@ -23,10 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 CPU = torch.device("cpu")
 MakeSuite = Callable[[torch.device, torch.dtype], Suite[Any]]
-TINY = (
-    packed.Shape("ragged", (5, 1, 17), 2, 2, 8),
-    packed.Shape("gqa", (9, 30), 4, 2, 16),
-)
+TINY = (packed.Shape("ragged", (5, 1, 17), 2, 2, 8), packed.Shape("gqa", (9, 30), 4, 2, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,12 +122,7 @@ DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
 @pytest.mark.parametrize("suite", ["backward", "both"])
 def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = written(suite, tmp_path)
-    assert list(cases) == [
-        "2x8 16 causal",
-        "4/2x16 16 full",
-        "4/1x8 12 causal",
-        "documents 4/2x8 causal",
-    ]
+    assert list(cases) == ["2x8 16 causal", "4/2x16 16 full", "4/1x8 12 causal", "documents 4/2x8 causal"]
     for case in cases.values():
         refused = DETERMINISTIC[1:] if "x16" in case.name else []
         names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
@@ -160,10 +152,7 @@ def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bo
 
 def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
     cases = written("lengths", tmp_path)
-    assert list(cases)[:4] == [
-        *(f"forward 16x128 {length} causal" for length in (8, 16, 32)),
-        "forward 16x128 8 full",
-    ]
+    assert list(cases)[:4] == [*(f"forward 16x128 {length} causal" for length in (8, 16, 32)), "forward 16x128 8 full"]
     panels = [f"{passes}, {mask}" for passes in ("forward", "backward") for mask in ("causal", "full")]
     assert [(case.panel, case.length) for case in cases.values()] == [(x, n) for x in panels for n in (8, 16, 32)]
     for case in cases.values():

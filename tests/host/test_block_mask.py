@@ -127,8 +127,7 @@ def test_constructors_of_one_mask_give_the_same_tables(seqlen_q: int, seqlen_k: 
         BlockMask.documents(cu_seqlens=cu, seqlen_q=seqlen_q, seqlen_k=seqlen_k),
     )
     assert equal_tables(
-        BlockMask.from_blocks(torch.eye(2, dtype=torch.bool), 100),
-        BlockMask.from_dense(of_blocks[:200, :200]),
+        BlockMask.from_blocks(torch.eye(2, dtype=torch.bool), 100), BlockMask.from_dense(of_blocks[:200, :200])
     )
 
 

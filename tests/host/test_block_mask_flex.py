@@ -10,15 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from flash_attn_cute import BlockMask
-from tests.lib.masks import (
-    Made,
-    equal_tables,
-    positions,
-    random_mask,
-    spelled_out,
-    spread,
-    tables_of,
-)
+from tests.lib.masks import Made, equal_tables, positions, random_mask, spelled_out, spread, tables_of
 
 LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]
 

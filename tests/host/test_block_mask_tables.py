@@ -10,14 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.sparsity import bits, row_tables
-from tests.lib.masks import (
-    TILE,
-    are_equal,
-    bits_of,
-    random_mask,
-    spelled_out,
-    tables_of,
-)
+from tests.lib.masks import TILE, are_equal, bits_of, random_mask, spelled_out, tables_of
 
 
 def test_equal_tiles_are_stored_once() -> None:

@@ -101,11 +101,7 @@ CALLS = {
         bias=torch.randn(8, 70, 90, dtype=torch.bfloat16),
     ),
     "packed, block mask": inputs_of(
-        *PACKED,
-        **OFFSETS,
-        seqused_k=ints(3, 4),
-        learnable_sink=torch.randn(8),
-        **causal(140, 180),
+        *PACKED, **OFFSETS, seqused_k=ints(3, 4), learnable_sink=torch.randn(8), **causal(140, 180)
     ),
     "padded, block mask": inputs_of(*DENSE, seqused_q=ints(3, 70), **causal(70, 90)),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),

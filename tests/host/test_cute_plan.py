@@ -154,10 +154,7 @@ def test_few_queries_share_a_tile() -> None:
     ids=str,
 )
 def test_backward_sections(
-    q_shape: tuple[int, ...],
-    nheads_k: int,
-    deterministic: bool,
-    expected: tuple[int, int, int],
+    q_shape: tuple[int, ...], nheads_k: int, deterministic: bool, expected: tuple[int, int, int]
 ) -> None:
     """The cache has room for five heads of this length at a time, or for two of d = 256, or if a tile sums over two.
 

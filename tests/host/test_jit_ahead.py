@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,7 +42,6 @@ def process(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stand_in = Process(tmp_path / "kernels", compiler.code)
     monkeypatch.setattr(subprocess, "run", stand_in.run)
     monkeypatch.setattr(ahead, "_waiting", {})
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(stand_in.folder))
     return stand_in
 
 
@@ -51,14 +51,7 @@ def kernel_beside(needed_next: Callable[[], Any] = lambda: NEXT) -> None:
     ahead.wait(NEXT)
 
 
-def test_the_next_kernel_comes_from_the_process(process: Process, compiler: Compiler) -> None:
-    kernel_beside()
-    assert (process.begun, compiler.calls) == (1, 1)
-    cache.kernel(NEXT)
-    assert (process.begun, compiler.calls) == (1, 1)
-
-
-def test_a_kernel_is_waited_for(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_kernel_is_waited_for(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """``kernel`` itself waits for the process, however long that takes to come to the folder."""
     may_end = threading.Event()
 
@@ -74,31 +67,18 @@ def test_a_kernel_is_waited_for(process: Process, compiler: Compiler, monkeypatc
     assert (process.begun, compiler.calls) == (1, 1)
 
 
-def test_what_fails_is_compiled_here(process: Process, compiler: Compiler) -> None:
+@pytest.mark.parametrize("failing", ["process", "its start", "start of a thread"])
+def test_what_fails_is_compiled_here(
+    failing: str, process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process.works = False
+    if failing == "its start":
+        monkeypatch.setattr(subprocess, "run", Mock(side_effect=PermissionError("no processes")))
+    elif failing == "start of a thread":
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     kernel_beside()
     cache.kernel(NEXT)
-    assert (process.begun, compiler.calls) == (1, 2)
-
-
-def test_no_process_can_be_started(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*command: Any, **options: Any) -> None:
-        raise PermissionError("no processes")
-
-    monkeypatch.setattr(subprocess, "run", refuse)
-    kernel_beside()
-    cache.kernel(NEXT)
-    assert compiler.calls == 2
-
-
-def test_no_thread_can_be_started(process: Process, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    kernel_beside()
-    cache.kernel(NEXT)
-    assert (process.begun, compiler.calls) == (0, 2)
+    assert (process.begun, compiler.calls) == (failing == "process", 2)
 
 
 @pytest.mark.parametrize("program", [None, "", "/opt/app/trainer", "python3.12"])

@@ -514,11 +514,7 @@ def marks_of(situation: Callable[[Thing, str], None], device: str) -> list[pytes
 
 CELLS = [
     pytest.param(
-        thing,
-        situation,
-        device,
-        id=f"{thing.name}-{situation.__name__}-{device}",
-        marks=marks_of(situation, device),
+        thing, situation, device, id=f"{thing.name}-{situation.__name__}-{device}", marks=marks_of(situation, device)
     )
     for situation, (devices, names) in SITUATIONS.items()
     for device in devices

@@ -153,10 +153,7 @@ REPEATED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
     "through lse": ([(2, 6, 4, 8)] * 3, lambda *qkv: sum(x.sum() for x in attend_dense(*qkv, return_lse=True))),
     "packed": ([(6, 2, 8)] * 3, lambda *qkv: attend_packed(*qkv, *OFFSETS, 4, 4, causal=True)),
     "shared offsets": ([(6, 2, 8)] * 3, lambda *qkv: attend_packed(*qkv, *OFFSETS[:1] * 2, 4, 4)),
-    "padded": (
-        [(2, 6, 4, 8)] * 3,
-        lambda *qkv: attend_dense(*qkv, seqused_q=OFFSETS[0][1:], seqused_k=OFFSETS[1][1:]),
-    ),
+    "padded": ([(2, 6, 4, 8)] * 3, lambda *qkv: attend_dense(*qkv, seqused_q=OFFSETS[0][1:], seqused_k=OFFSETS[1][1:])),
     "sink": ([(2, 6, 4, 8)] * 3 + [(4,)], lambda *qkv: attend_dense(*qkv[:3], learnable_sink=qkv[3])),
 }
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -217,8 +214,7 @@ def test_offsets_may_be_shared_or_not() -> None:
     x = qkv[0]
     for _ in range(3):  # a tensor that is all of q, k and v
         assert torch.equal(
-            attend_packed(x, x, x, *OFFSETS, 4, 4),
-            attend_packed(x, x.clone(), x.clone(), *OFFSETS, 4, 4),
+            attend_packed(x, x, x, *OFFSETS, 4, 4), attend_packed(x, x.clone(), x.clone(), *OFFSETS, 4, 4)
         )
 
 

@@ -15,14 +15,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
-from flash_attn_cute.kernels.sm100.config import (
-    HEAD_DIMS,
-    O_COLUMNS,
-    PART_ROWS,
-    SHARED_MEMORY,
-    TARGETS,
-    TENSOR_COLUMNS,
-)
+from flash_attn_cute.kernels.sm100.config import HEAD_DIMS, O_COLUMNS, PART_ROWS, SHARED_MEMORY, TARGETS, TENSOR_COLUMNS
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from tests.lib.configurations import B200, LONG, backward, bias_gradient, chosen
