@@ -1,4 +1,4 @@
-"""Launch orders of masks: the model against a simulation of its own, its search, and no deadlock under any order."""
+"""Turns and launch orders: the model against a simulation of its own, its search, and no deadlock under any order."""
 
 import random
 import time
@@ -35,9 +35,7 @@ def spt(visible: Tensor) -> Tensor:
 def simulated(visible: Tensor, order: Tensor, m_block_order: Tensor | None = None) -> float:
     """Makespan by the event-driven simulation, of as many heads as the model takes."""
     copies = max(1, 16 // (visible.shape[0] * visible.shape[1]))
-    turns, order = (
-        x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order.long()), order)
-    )
+    turns, order = (x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order), order))
     by_head = None if m_block_order is None else m_block_order.flatten(0, 1).repeat(copies, 1, 1)
     return simulate(backward(turns, order, section=8, m_block_order=by_head), Machine(132)).makespan
 
@@ -350,9 +348,10 @@ def test_no_mask_and_order_deadlocks(fuzz_seconds: float) -> None:
     assert deadlocks
 
 
-def test_a_wrong_turn_deadlocks() -> None:
-    mask = BlockMask.causal(500, 500)
-    work = work_of(mask, launch_order(mask).long(), 64, 1, 1, 0)
-    work[0][0] = Addition(work[0][0].to, work[0][0].turn + 1)
-    with pytest.raises(DeadlockError, match="of 4 tiles finished"):
-        simulate(work, Machine(4))
+def test_orders_by_length() -> None:
+    visible = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    assert shortest_first(visible.sum(-2)).tolist() == [2, 3, 1, 0]
+    causal = torch.ones(8, 8).tril().repeat_interleave(2, 1)
+    descending = list(range(15, -1, -1))
+    assert shortest_first(causal.sum(-2)).tolist() == descending  # two tiles at a time see as many blocks
+    assert shortest_first(torch.ones(2, 16)).tolist() == [descending] * 2

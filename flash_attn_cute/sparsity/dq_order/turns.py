@@ -56,20 +56,6 @@ def last_first(blocks_k: int, device: torch.device | None = None) -> Tensor:
     return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
 
 
-def longest_first(lengths: Tensor) -> Tensor:
-    """Launch order that ends evenly: tiles with more query blocks first, from the left on ties.
-
-    It serves launches without an order of additions, and tiles that start with their last query.
-
-    Args:
-        lengths: (..., blocks_k), int: how many query blocks attend to each tile.
-
-    Returns:
-        (..., blocks_k), int32: a launch order.
-    """
-    return lengths.argsort(dim=-1, descending=True, stable=True).int()
-
-
 def shortest_first(lengths: Tensor) -> Tensor:
     """Shortest processing time first (SPT), from the right on ties: under a causal mask, last keys first.
 
@@ -79,4 +65,4 @@ def shortest_first(lengths: Tensor) -> Tensor:
     Returns:
         (..., blocks_k), int32: a launch order.
     """
-    return longest_first(lengths).flip(-1)
+    return lengths.argsort(dim=-1, descending=True, stable=True).int().flip(-1)
