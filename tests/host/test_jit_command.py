@@ -237,7 +237,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
-    """Of folders, of gradients of biases without biases, and of bundles without the compiler."""
+    """Commands name what is wrong, and do nothing."""
     if variable == "unsafe":
         folder.chmod(0o777)
     elif variable is not None:
