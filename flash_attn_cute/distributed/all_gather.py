@@ -29,12 +29,12 @@ class AllGather:
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
         """Plans for a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank = rank
-        whole, held = layout.whole_documents(rank), layout.keys_of(rank)
+        whole, held = layout.whole_documents(rank), layout.keys_of[rank]
         num_q, num_k = layout.queries.num_rows(rank), layout.keys.num_rows(rank)
         self._own_call = call_of_all_rows(list(whole.values()), num_q, num_k, device)
         # Queries of the other documents lie side by side where calls read them, and so do the keys that they need.
-        queries = {document: runs for document, runs in layout.queries_of(rank).items() if document not in whole}
-        needed = {document: ranges for document, ranges in layout.needed_by(rank).items() if document not in whole}
+        queries = {document: runs for document, runs in layout.queries_of[rank].items() if document not in whole}
+        needed = {document: ranges for document, ranges in layout.needed_by[rank].items() if document not in whole}
         collected, self._num_collected = side_by_side(needed)
         shared, num_shared = side_by_side(queries)
         parts = parts_of(shared, collected, layout.bands)
@@ -44,9 +44,9 @@ class AllGather:
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
         for peer in range(layout.num_ranks):
-            given = common(needed if peer == rank else layout.needed_by(peer), held)
+            given = common(needed if peer == rank else layout.needed_by[peer], held)
             self._given.append([row for runs in given.values() for row in rows_of(runs)])
-            taken = common(needed, layout.keys_of(peer))
+            taken = common(needed, layout.keys_of[peer])
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
         self._calls = calls_of(parts, device, None if self._shares_queries else num_shared)

@@ -93,10 +93,10 @@ def _all_gather(layout: Layout, shape: Shape, host: int) -> Estimate:
 
 def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None, rank: int) -> Estimate:
     """The estimate of one rank; ``hosts`` has the keys of whole hosts, if there are several."""
-    needed, whole = layout.needed_by(rank), layout.whole_documents(rank)
+    needed, whole = layout.needed_by[rank], layout.whole_documents(rank)
     rows = _length(ranges for document, ranges in needed.items() if document not in whole)
-    others = _length(needed.values()) - _num_rows(common(needed, layout.keys_of(rank)))
-    network = 0 if hosts is None else _length(needed.values()) - _num_rows(common(needed, hosts.keys_of(rank // host)))
+    others = _length(needed.values()) - _num_rows(common(needed, layout.keys_of[rank]))
+    network = 0 if hosts is None else _length(needed.values()) - _num_rows(common(needed, hosts.keys_of[rank // host]))
     queries = layout.queries.num_rows(rank) - sum(part.q_stop - part.q_start for part in whole.values())
     own = _kernels(sum(_pairs(layout, d) for d in whole), layout.queries.num_rows(rank) - queries, shape)
     received = _Rows(others - network, network, min(host, layout.num_ranks) - 1)
@@ -176,7 +176,7 @@ def _added(layout: Layout, steps: Steps, shape: Shape) -> Tensor:
 
 def _takes_calls(layout: Layout, rank: int) -> bool:
     """Whether a rank's queries attend to its own keys by several calls, as these have one window each."""
-    parts = parts_of(layout.queries_of(rank), layout.keys_of(rank), layout.bands)
+    parts = parts_of(layout.queries_of[rank], layout.keys_of[rank], layout.bands)
     return len({part.window for part in parts}) > 1
 
 

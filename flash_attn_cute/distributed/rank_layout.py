@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from flash_attn_cute.distributed.packed_calls import Part, Run
 from flash_attn_cute.distributed.sharding import Sharding
@@ -40,25 +41,32 @@ class Layout:
         """The number of ranks of the group."""
         return self.queries.num_ranks
 
-    def queries_of(self, rank: int) -> dict[int, list[Run]]:
-        """The real queries of a rank, in its own rows."""
-        return _runs(self.queries, rank, self.lengths_q)
+    @cached_property
+    def queries_of(self) -> list[dict[int, list[Run]]]:
+        """The real queries of each rank, in its own rows."""
+        return _runs(self.queries, self.lengths_q)
 
-    def keys_of(self, rank: int) -> dict[int, list[Run]]:
-        """The real keys of a rank, in its own rows."""
-        return _runs(self.keys, rank, self.lengths_k)
+    @cached_property
+    def keys_of(self) -> list[dict[int, list[Run]]]:
+        """The real keys of each rank, in its own rows."""
+        is_same = self.keys is self.queries and self.lengths_k == self.lengths_q
+        return self.queries_of if is_same else _runs(self.keys, self.lengths_k)
 
     def padding_of(self, rank: int) -> list[tuple[int, int]]:
         """The rows (start, stop) of a rank that are no queries of any document."""
-        runs = [run for document in self.queries_of(rank).values() for run in document]
-        starts = [0, *(run.row + run.stop - run.start for run in runs)]
+        runs = [run for document in self.queries_of[rank].values() for run in document]
+        starts = [0, *(stop for _, stop in rows_of(runs))]
         stops = [*(run.row for run in runs), self.queries.num_rows(rank)]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
-    def needed_by(self, rank: int) -> Ranges:
-        """The keys that the queries of a rank attend to."""
+    @cached_property
+    def needed_by(self) -> list[Ranges]:
+        """The keys that the queries of each rank attend to."""
+        return [self._needed(queries) for queries in self.queries_of]
+
+    def _needed(self, queries: Mapping[int, Sequence[Run]]) -> Ranges:
         needed: Ranges = {}
-        for document, runs in self.queries_of(rank).items():
+        for document, runs in queries.items():
             band, length = self.bands[document], self.lengths_k[document]
             seen = (band.keys(run.start, run.stop, length) for run in runs)
             ranges = union((start, stop) for start, stop in seen if start < stop)
@@ -68,29 +76,33 @@ class Layout:
 
     def whole_documents(self, rank: int) -> dict[int, Part]:
         """The documents of which a rank has all queries and all keys, each in its own rows, under the full window."""
-        queries, keys = self.queries_of(rank), self.keys_of(rank)
+        queries, keys = self.queries_of[rank], self.keys_of[rank]
         whole = {}
-        for document, band in enumerate(self.bands):
-            q, k = queries.get(document, ()), keys.get(document, ())
+        for document, q in queries.items():
+            k, band = keys.get(document, ()), self.bands[document]
             length_q, length_k = self.lengths_q[document], self.lengths_k[document]
-            if q and k and _num_rows(q) == length_q and _num_rows(k) == length_k:
+            if k and _num_rows(q) == length_q and _num_rows(k) == length_k:
                 offset = length_k - length_q
                 left = None if band.lower is None else offset - band.lower
                 right = None if band.upper is None else band.upper - offset
                 whole[document] = Part(q[0].row, q[0].row + length_q, k[0].row, k[0].row + length_k, left, right)
         return whole
 
+    @cached_property
+    def _needing(self) -> dict[int, list[tuple[int, list[tuple[int, int]]]]]:
+        """For each document the ranks that need keys of it, and which."""
+        found: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+        for rank, needed in enumerate(self.needed_by):
+            for document, ranges in needed.items():
+                found.setdefault(document, []).append((rank, ranges))
+        return found
+
     def travelling(self) -> list[dict[int, list[Run]]]:
         """For each rank, its keys that any other rank needs, in its own rows."""
-        wanted: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
-        for rank in range(self.num_ranks):
-            for document, ranges in self.needed_by(rank).items():
-                wanted.setdefault(document, []).append((rank, ranges))
         found = []
-        for owner in range(self.num_ranks):
-            held = self.keys_of(owner)
+        for owner, held in enumerate(self.keys_of):
             others = {
-                document: union(x for rank, ranges in wanted.get(document, ()) if rank != owner for x in ranges)
+                document: union(x for rank, ranges in self._needing.get(document, ()) if rank != owner for x in ranges)
                 for document in held
             }
             found.append(common(others, held))
@@ -98,12 +110,13 @@ class Layout:
 
     def hops(self) -> list[int]:
         """The number of ranks behind each rank, in a ring, that still need its keys."""
-        size = self.num_ranks
-        held, needed = [self.keys_of(rank) for rank in range(size)], [self.needed_by(rank) for rank in range(size)]
-        return [
-            next((t for t in range(size - 1, 0, -1) if common(needed[(owner + t) % size], held[owner])), 0)
-            for owner in range(size)
-        ]
+        found, size = [], self.num_ranks
+        for owner, held in enumerate(self.keys_of):
+            ranks = {rank for document in held for rank, _ in self._needing.get(document, ())}
+            farthest_first = sorted(((rank - owner) % size for rank in ranks), reverse=True)
+            needed = ((t, self.needed_by[(owner + t) % size]) for t in farthest_first)
+            found.append(next((t for t, keys in needed if common(keys, held)), 0))
+        return found
 
 
 def common(needed: Ranges, held: Mapping[int, Sequence[Run]]) -> dict[int, list[Run]]:
@@ -152,12 +165,18 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return united
 
 
-def _runs(sharding: Sharding, rank: int, lengths: Sequence[int]) -> dict[int, list[Run]]:
-    runs: dict[int, list[Run]] = {}
-    for segment, row in zip(sharding.segments[rank], sharding.offsets(rank), strict=False):
-        if segment.document >= 0:
-            first = sharding.cu_seqlens[segment.document]
-            start, stop = (min(row - first, lengths[segment.document]) for row in (segment.start, segment.stop))
-            if start < stop:
-                runs.setdefault(segment.document, []).append(Run(start, stop, row))
-    return runs
+def _runs(sharding: Sharding, lengths: Sequence[int]) -> list[dict[int, list[Run]]]:
+    """The real rows of each rank, in its own rows."""
+    found = []
+    for segments in sharding.segments:
+        runs: dict[int, list[Run]] = {}
+        row = 0
+        for document, first, last in segments:
+            if document >= 0:
+                origin, length = sharding.cu_seqlens[document], lengths[document]
+                start, stop = first - origin, min(last - origin, length)
+                if start < stop:
+                    runs.setdefault(document, []).append(Run(start, stop, row))
+            row += last - first
+        found.append(runs)
+    return found

@@ -33,8 +33,8 @@ class Ring:
             (run.row, run.row + run.stop - run.start) for runs in travelling[rank].values() for run in runs
         ]
         self._padding = layout.padding_of(rank)
-        keys = [layout.keys_of(rank), *(blocks[self._owner(t)][0] for t in range(1, 1 + max(self._hops)))]
-        queries = layout.queries_of(rank)
+        keys = [layout.keys_of[rank], *(blocks[self._owner(t)][0] for t in range(1, 1 + max(self._hops)))]
+        queries = layout.queries_of[rank]
         parts = [parts_of(queries, seen, layout.bands) for seen in keys]
         self._calls = [calls_of(step, device) for step in parts]
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)

@@ -99,7 +99,7 @@ def _documents(layout: Layout) -> Iterator[tuple[int, _Runs, _Runs]]:
     """Each document with its runs of queries and of keys."""
     found: tuple[dict[int, _Runs], dict[int, _Runs]] = {}, {}
     for rank in range(layout.num_ranks):
-        for runs_of, held in zip(found, (layout.queries_of(rank), layout.keys_of(rank)), strict=True):
+        for runs_of, held in zip(found, (layout.queries_of[rank], layout.keys_of[rank]), strict=True):
             for document, runs in held.items():
                 runs_of.setdefault(document, []).extend((rank, run) for run in runs)
     for document in found[0].keys() & found[1].keys():

@@ -209,16 +209,21 @@ class Sharding:
         """
         offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
         num_ranks = _check_num_ranks(num_ranks)
-        everything = [Segment(document, *rows) for document, rows in enumerate(itertools.pairwise(offsets))]
-        everything += [Segment(-1, 0, offsets[0]), Segment(-1, offsets[-1], total)]
+        rows = itertools.pairwise((0, *offsets, total))
+        everything = [Segment(document, *ends) for document, ends in enumerate(rows, -1)]
+        everything[-1] = everything[-1]._replace(document=-1)
+        starts, stops = [s.start for s in everything], [s.stop for s in everything]
         ends = [total * rank // num_ranks for rank in range(num_ranks + 1)]
-        runs = itertools.pairwise(ends)
+        runs = (
+            (first, last, everything[bisect.bisect_right(stops, first) : bisect.bisect_left(starts, last)])
+            for first, last in itertools.pairwise(ends)
+        )
         return cls(
             offsets,
             total,
             tuple(
-                _tidy(Segment(s.document, max(s.start, first), min(s.stop, last)) for s in everything)
-                for first, last in runs
+                _tidy(Segment(s.document, max(s.start, first), min(s.stop, last)) for s in held)
+                for first, last, held in runs
             ),
         )
 

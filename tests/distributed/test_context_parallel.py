@@ -229,8 +229,8 @@ def test_a_step_of_a_causal_ring_is_one_call(documents: list[int]) -> None:
     sharding = Sharding.balanced([0, *accumulate(documents)], 4, causal=True)
     layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
     for rank, other in product(range(4), range(4)):
-        parts = parts_of(layout.queries_of(rank), layout.keys_of(other), layout.bands)
-        assert len(parts) == len({d for d in layout.queries_of(rank) if d in layout.keys_of(other)})
+        parts = parts_of(layout.queries_of[rank], layout.keys_of[other], layout.bands)
+        assert len(parts) == len({d for d in layout.queries_of[rank] if d in layout.keys_of[other]})
         assert len(calls_of(parts, torch.device("cpu"))) <= 1
         assert {part.window for part in parts} <= ({(None, 0)} if rank == other else {(None, None)})
 
@@ -242,8 +242,8 @@ def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | N
     sharding = Sharding.balanced([0, 700, 710, 2000], 2, causal=True)
     layout = Layout.of(sharding, sharding, (700, 10, 1290), (700, 10, 1290), window)
     everything = {d: [Run(0, n, start)] for d, (n, start) in enumerate(((700, 0), (10, 700), (1290, 710)))}
-    keys = everything if other is None else layout.keys_of(other)
-    calls = calls_of(parts_of(layout.queries_of(1), keys, layout.bands), torch.device("cpu"))
+    keys = everything if other is None else layout.keys_of[other]
+    calls = calls_of(parts_of(layout.queries_of[1], keys, layout.bands), torch.device("cpu"))
     assert calls
     q, kv = torch.empty(1000, 4, 64, dtype=torch.float16), torch.empty(2000, 2 * (64 + 128), dtype=torch.float16)
     rows = KeyValues(kv, 2, 64)

@@ -31,8 +31,8 @@ def test_steps_have_the_pairs_of_the_calls(seed: int) -> None:
     assert steps.pairs.sum() == sum(band.area(0, n, n) for band, n in zip(layout.bands, documents, strict=True))
     for rank in range(num_ranks):
         for t in range(steps.pairs.shape[1]):
-            keys = layout.keys_of((rank - t) % num_ranks)
-            assert steps.pairs[rank, t] == sum(map(area, parts_of(layout.queries_of(rank), keys, layout.bands)))
+            keys = layout.keys_of[(rank - t) % num_ranks]
+            assert steps.pairs[rank, t] == sum(map(area, parts_of(layout.queries_of[rank], keys, layout.bands)))
             before = (rank - t - 1) % num_ranks
             assert steps.coming[rank, t] == (blocks[before] if t < layout.hops()[before] else 0)
         assert steps.home[rank].sum() == (blocks[rank] if layout.hops()[rank] else 0)

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import time
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -207,6 +208,15 @@ def test_every_row_has_one_rank_and_comes_back(kind: str, seed: int) -> None:
         assert (sharding.positions(rank)[~owned] == 0).all()
 
 
+def test_a_rank_looks_at_its_own_documents_alone() -> None:
+    """All documents for each of 500 ranks would take 6 seconds."""
+    begin, lengths = time.process_time(), (1,) * 20_000
+    sharding = Sharding.contiguous(range(20_001), 500)
+    layout = Layout.of(sharding, sharding, lengths, lengths, (None, 0))
+    assert sum(len(layout.whole_documents(rank)) for rank in range(500)) == 20_000
+    assert time.process_time() - begin < 2
+
+
 def test_merged_ranks_have_the_rows_of_their_parts() -> None:
     sharding = Sharding.balanced(offsets([50, 7, 30]), 6, causal=True)
     merged = sharding.merged(2)
@@ -248,7 +258,7 @@ def test_rows_of_keys_alone_are_no_padding() -> None:
 def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
     sharding = Sharding.contiguous([0, 1600], 8)
     layout = Layout.of(sharding, sharding, (1600,), (1600,), (100, 0))
-    assert layout.needed_by(3) == {0: [(500, 800)]}
+    assert layout.needed_by[3] == {0: [(500, 800)]}
 
 
 REFUSED = """

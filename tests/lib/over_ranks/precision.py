@@ -59,8 +59,8 @@ def as_precise_as_one() -> None:
 
 def shares_keys(layout: Layout, rank: int) -> bool:
     """Whether several sequences of a rank's calls see the same key."""
-    keys, _ = side_by_side(layout.needed_by(rank))
-    return is_shared((part.k_start, part.k_stop) for part in parts_of(layout.queries_of(rank), keys, layout.bands))
+    keys, _ = side_by_side(layout.needed_by[rank])
+    return is_shared((part.k_start, part.k_stop) for part in parts_of(layout.queries_of[rank], keys, layout.bands))
 
 
 def on_gpus() -> None:
