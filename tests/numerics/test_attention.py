@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_cute import BlockMask
 from flash_attn_cute.backends.portable import blockwise
 from tests.lib.checks import (
     DEVICES,
@@ -16,6 +17,7 @@ from tests.lib.checks import (
     Case,
     assert_matches_oracle,
     assert_results_close,
+    assert_rows_reach_nothing,
     needs_kernels,
     offsets,
     on_each_backend,
@@ -183,6 +185,18 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
         results.append(torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True))
     assert same_bits(*results)
     assert (results[1][0][5] == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("hidden_by", ["mask", "block_mask"])
+def test_a_query_that_sees_nothing_may_be_nan(hidden_by: str, softcap: float, device: str) -> None:
+    """GPU kernels promise this of blocks of queries alone: they multiply its P of 0 by what the query holds."""
+    call = random_call([40], packed=False, softcap=softcap, device=device)
+    queries = torch.arange(40, device=device)[None] == 5
+    shown = ~queries.mT.expand(40, 40)
+    hidden: Case = {hidden_by: shown if hidden_by == "mask" else BlockMask.from_dense(shown)}
+    call = replace(call, **hidden)
+    assert_rows_reach_nothing(call, queries, torch.zeros_like(queries), through_lse=True, backend="portable")
 
 
 @packed_or_dense

@@ -129,9 +129,10 @@ def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradie
             scores, before = _scores(block, q, keep_capped=True)
             fully_masked = None
             if tile.mask is not None or tile.bias is not None or block.hidden is not None:
-                # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
+                # These can leave a query nothing to see. Its weights are 0, it and its gradients may be NaN.
                 fully_masked = scores.amax(-1, keepdim=True).isneginf()
-                do = do.masked_fill(fully_masked, 0)
+                q, do = q.masked_fill(fully_masked, 0), do.masked_fill(fully_masked, 0)
+                before = None if before is None else before.masked_fill_(fully_masked, 0)
             weights = probabilities(scores, block.take(lse).flatten(2, 3).flatten(0, 1))
             sum_dv[:, block.keys] += product(weights.to(q.dtype).mT, do)
             dweights = product(do, v.mT)
