@@ -16,10 +16,10 @@ from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import column_sums, counters, selection, selection_plan
 from flash_attn_cute.backends.cute.block_arguments import columns_of, intervals_of, rows_of
 from flash_attn_cute.backends.cute.explained import planned
-from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences, with_a_key
+from flash_attn_cute.backends.cute.layouts import aligned, compact, operands_of, with_a_key
 from flash_attn_cute.backends.cute.plan import (
     DTYPES,
-    BackwardPlan,
+    Plan,
     ScoreLayout,
     Shapes,
     most_listed,
@@ -281,14 +281,11 @@ class CuteBackend:
             workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=inputs.q.device)
         launch.kernel(
             ForwardArguments(
-                mQ=aligned(inputs.q),
-                mK=aligned(inputs.k),
-                mV=aligned(inputs.v),
+                **operands_of(inputs),
                 mO=results.out,
                 mResidual=results.residual,
                 mLSE=results.lse,
                 mMaxLogits=results.max_logits,
-                **of_sequences(inputs),
                 mSink=None if sink is None else compact(sink.float()),
                 mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
                 mBias=inputs.bias,
@@ -320,9 +317,7 @@ class CuteBackend:
             by_keys = q.new_zeros(q.shape[0], q.shape[2], inputs.k.shape[1], dtype=torch.float32)
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=inputs.q.device)
         arguments = BackwardArguments(
-            mQ=aligned(inputs.q),
-            mK=aligned(inputs.k),
-            mV=aligned(inputs.v),
+            **operands_of(inputs),
             mO=aligned(call.out),
             mResidual=call.residual,
             mdO=aligned(call.dout),
@@ -334,7 +329,6 @@ class CuteBackend:
             mdBias=dbias,
             mdBiasOfKeys=by_keys,
             mWorkspace=workspace,
-            **of_sequences(inputs),
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
             mNextTile=counters.next_tile(),
@@ -399,7 +393,7 @@ class _Backward(NamedTuple):
     inputs: AttentionInputs  # as the kernels got them
     layout: ScoreLayout
     arguments: BackwardArguments
-    plan: BackwardPlan
+    plan: Plan
 
 
 def _on(device: torch.device, run: Callable[..., T], *given: Any) -> T:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.cute import counters
-from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences
-from flash_attn_cute.backends.cute.plan import ColumnSumsPlan, Shapes, plan_column_sums
+from flash_attn_cute.backends.cute.layouts import compact, operands_of
+from flash_attn_cute.backends.cute.plan import Plan, Shapes, plan_column_sums
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.packing import as_packed
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
-LaunchOf = Callable[..., tuple[Any, ColumnSumsPlan, bool]]  # ``CuteBackend.launch_of``
+LaunchOf = Callable[..., tuple[Any, Plan, bool]]  # ``CuteBackend.launch_of``
 
 
 def column_sums(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, lse: Tensor) -> Tensor:
@@ -29,11 +29,9 @@ def column_sums(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInput
     shapes = Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), inputs.max_seqlen_q)
     kernel, planned, _ = launch_of(plan_column_sums, lse.device, spec, shapes)
     arguments = ColumnSumsArguments(
-        mQ=aligned(inputs.q),
-        mK=aligned(inputs.k),
+        **{name: x for name, x in operands_of(inputs).items() if name != "mV"},
         mLSE=compact(lse),
         mSums=sums,
-        **of_sequences(inputs),
         mNextTile=counters.next_tile(lse.device.index),
         numbers=planned.numbers,
     )

@@ -123,8 +123,8 @@ def planned_selection(
     return _for_people(forward), _for_people(backward)
 
 
-def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | SelectionPlan) -> PassPlan:
-    config, is_ordered = planned.config, not isinstance(planned, plan.BackwardPlan)
+def _for_people(planned: plan.Plan | SelectionPlan) -> PassPlan:
+    config = planned.config
     return PassPlan(
         packed=config.features.packed,
         tile_m=config.tile_m,
@@ -132,7 +132,7 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan | SelectionPlan) -
         stages=getattr(config, "stages", None),
         cluster=config.ctas_a_tile,
         persistent=plan.takes_tiles(config),
-        deterministic=is_ordered or config.features.deterministic,
+        deterministic=config.pass_name != "backward" or config.features.deterministic,
         workspace_bytes=planned.workspace_size,
         config=config,
         numbers=planned.numbers,

@@ -28,15 +28,17 @@ def compact(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def of_sequences(inputs: AttentionInputs) -> dict[str, Any]:
-    """Offsets and lengths of a call's sequences, by the names of the kernels' arguments."""
-    given = {
+def operands_of(inputs: AttentionInputs) -> dict[str, Any]:
+    """A call's q, k and v, offsets and lengths of its sequences, by the names of the kernels' arguments."""
+    operands = {"mQ": inputs.q, "mK": inputs.k, "mV": inputs.v}
+    sequences = {
         "mCuSeqlensQ": inputs.cu_seqlens_q,
         "mCuSeqlensK": inputs.cu_seqlens_k,
         "mSeqUsedQ": inputs.seqused_q,
         "mSeqUsedK": inputs.seqused_k,
     }
-    return {name: None if x is None else compact(x) for name, x in given.items()}
+    given = {name: None if x is None else compact(x) for name, x in sequences.items()}
+    return given | {name: aligned(x) for name, x in operands.items()}
 
 
 def with_a_key(inputs: AttentionInputs) -> AttentionInputs:

@@ -94,28 +94,12 @@ class Shapes(NamedTuple):
         return shape[-3] // max(1, self.num_sequences) if self.packed else shape[-3]
 
 
-class ForwardPlan(NamedTuple):
-    """Plan of a forward call."""
+class Plan(NamedTuple):
+    """Plan of a pass."""
 
     config: Any
-    numbers: ForwardNumbers
-    workspace_size: int  # bytes; none without a mask
-
-
-class BackwardPlan(NamedTuple):
-    """Plan of a backward call."""
-
-    config: Any
-    numbers: BackwardNumbers
-    workspace_size: int  # bytes
-    stats_shape: tuple[int, int, int]  # of lse and delta, float32, which begin the workspace
-
-
-class ColumnSumsPlan(NamedTuple):
-    """Plan of a pass of column sums."""
-
-    config: Any
-    numbers: ColumnSumsNumbers
+    numbers: Any  # of ``kernels.arguments``
+    workspace_size: int = 0  # bytes
 
 
 class BiasGradientPlan(NamedTuple):
@@ -168,6 +152,11 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     )
 
 
+def given(spec: AttentionSpec, shapes: Shapes) -> tuple[str, int, int, Features]:
+    """Input of ``configure`` of every pass (``kernels.registry.Pass``)."""
+    return DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes)
+
+
 def _has_neighbours(spec: AttentionSpec) -> bool:
     """Whether there may be documents beside one whose bits must not depend on them.
 
@@ -205,20 +194,14 @@ def _sums_dbias(spec: AttentionSpec, shapes: Shapes) -> bool:
     return shapes.scores.gradient == "keys" and is_alone and not spec.softcap
 
 
-def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:
+def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> Plan:
     """The plan of a forward call, on a GPU of so many SMs."""
     # Heads of a group share a tile where queries alone would leave half of it empty.
     group = spec.nheads // spec.nheads_k
     group = group if shapes.max_seqlen_q <= FEW_QUERIES and 64 % group == 0 and not spec.has_block_mask else 1
-    config = architecture.passes["forward"].configure(
-        DTYPES[spec.dtype],
-        spec.head_dim,
-        spec.head_dim_v,
-        features_of(spec, shapes),
-        group=group,
-        queries=shapes.rows_a_sequence(spec, shapes.q),
-        window=_keys_of_window(spec),
-    )
+    queries, window = shapes.rows_a_sequence(spec, shapes.q), _keys_of_window(spec)
+    configure = architecture.passes["forward"].configure
+    config = configure(*given(spec, shapes), group=group, queries=queries, window=window)
     heads = spec.nheads // config.group
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
@@ -231,30 +214,26 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     if spec.has_mask:
         blocks = shapes.scores.mask_blocks(config.tile_n)
         size = workspace_bytes(config.mask_tile.parts_with_lists(math.prod(sharing), blocks))
-    return ForwardPlan(config, numbers, size)
+    return Plan(config, numbers, size)
 
 
-def plan_column_sums(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ColumnSumsPlan:
+def plan_column_sums(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> Plan:
     """The plan of a pass of column sums, on a GPU of so many SMs."""
-    configure = architecture.passes["column_sums"].configure
-    config = configure(DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes))
+    config = architecture.passes["column_sums"].configure(*given(spec, shapes))
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, 2 * shapes.q[-3] * spec.head_dim))
-    given = numbers_of(spec, shapes)
+    of_scores = numbers_of(spec, shapes)
     numbers = ColumnSumsNumbers(
-        **{name: given[name] for name in ColumnSumsNumbers._fields if name in given},
+        **{name: of_scores[name] for name in ColumnSumsNumbers._fields if name in of_scores},
         heads_in_cache=_in_equal_sections(spec.nheads * math.prod(shapes.q[:-3]), at_once),
         num_sms=num_sms,
     )
-    return ColumnSumsPlan(config, numbers)
+    return Plan(config, numbers)
 
 
-def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
+def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> Plan:
     """The plan of a backward call, on a GPU of so many SMs."""
     config = architecture.passes["backward"].configure(
-        DTYPES[spec.dtype],
-        spec.head_dim,
-        spec.head_dim_v,
-        features_of(spec, shapes),
+        *given(spec, shapes),
         keys=shapes.rows_a_sequence(spec, shapes.k),
         window=_keys_of_window(spec),
         low_contention=spec.low_contention,
@@ -319,8 +298,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     if chunks is not None:
         cells = CellSizes(math.prod(sharing), spec.nheads * shapes.q[0], heads, numbers.num_chunks, numbers.num_cells)
     sizes = PassSizes(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, cells)
-    size = config.workspace_size(sizes, shares=shares)
-    return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
+    return Plan(config, numbers, config.workspace_size(sizes, shares=shares))
 
 
 class _Chunks(NamedTuple):
@@ -419,7 +397,7 @@ def plan_bias_gradient(
     architecture: Architecture,
     spec: AttentionSpec,
     shapes: Shapes,
-    backward: BackwardPlan,
+    backward: Plan,
     slots: tuple[int, int],
     bias_shape: tuple[int, ...],
     num_sms: int,
@@ -435,9 +413,9 @@ def plan_bias_gradient(
         bias_shape: of the bias as the user gave it, with four dimensions.
         num_sms: of the GPU.
     """
-    given = DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes)
     configure = architecture.passes["bias_gradient"].configure
-    config = configure(*given)
+    options = given(spec, shapes)
+    config = configure(*options)
     if slots[0]:
         entries, blocks = slots[0], -(-shapes.scores.rows_a_slot // config.tile_m)
     elif shapes.packed:
@@ -450,7 +428,7 @@ def plan_bias_gradient(
     pieces = spec.nheads // bias_shape[1] * (entries if sums_batch else 1) * (blocks if sums_queries else 1)
     # How many split a sum, and so its order, follows from all tiles of a call.
     splits = 1 if spec.packing_invariant else _splits(owners, pieces, num_sms)
-    config = configure(*given, split=splits > 1)
+    config = configure(*options, split=splits > 1)
     rows = entries * blocks if shapes.packed else blocks
     sharing = _sharing(spec, shapes, spec.nheads, rows)
     numbers = BiasGradientNumbers(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute.layouts import aligned, compact, of_sequences, with_a_key
+from flash_attn_cute.backends.cute.layouts import aligned, compact, operands_of, with_a_key
 from flash_attn_cute.backends.cute.plan import Shapes
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.backends.cute.selection_plan import SelectionPlan, plan_selection, plan_selection_backward
@@ -32,17 +32,13 @@ def forward(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInputs, r
         return
     inputs = with_a_key(inputs)
     kernel, planned, _ = launch_of(plan_selection, inputs.q.device, spec, *_shapes(inputs))
-    q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
     sink = None if inputs.learnable_sink is None else compact(inputs.learnable_sink.float())
-    tables, workspace = _workspace(planned, q)
+    tables, workspace = _workspace(planned, inputs.q)
     arguments = SelectionArguments(
-        mQ=q,
-        mK=k,
-        mV=v,
+        **operands_of(inputs),
         mO=results.out,
         mLSE=results.lse,
         mMaxLogits=results.max_logits,
-        **of_sequences(inputs),
         mSink=sink,
         mSelected=inputs.selected,
         mTables=tables,
@@ -76,9 +72,7 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients, sink: Te
     dk, dv = (torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in grads[1:3])
     tables, workspace = _workspace(planned, dk)
     arguments = SelectionBackwardArguments(
-        mQ=aligned(inputs.q),
-        mK=aligned(inputs.k),
-        mV=aligned(inputs.v),
+        **operands_of(inputs),
         mO=aligned(call.out),
         mdO=aligned(call.dout),
         mLSE=call.lse,
@@ -86,7 +80,6 @@ def backward(launch_of: LaunchOf, call: BackwardCall, grads: Gradients, sink: Te
         mdQ=grads.dq,
         mdK=dk,
         mdV=dv,
-        **of_sequences(inputs),
         mSelected=inputs.selected,
         mTables=tables,
         mWorkspace=workspace,

@@ -1,12 +1,11 @@
 """Plans of calls in which each query selects key blocks, for launches of some queries at a time."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.kernels.arguments import SelectionNumbers, workspace_bytes
-from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.kernels.selection import (
     TILE_ROWS,
@@ -42,74 +41,45 @@ def limits(spec: AttentionSpec) -> tuple[str, ...]:
     return ("precise_gradients=True beside BlockMask.from_selection",) if spec.precise_gradients else ()
 
 
-def plan_selection(
-    architecture: Architecture, spec: AttentionSpec, shapes: plan.Shapes, selected: tuple[int, ...], num_sms: int
-) -> SelectionPlan:
-    """The plan of a forward call whose selected blocks are (batch, heads, rows, top), on a GPU of so many SMs."""
-    config = architecture.passes["selection"].configure(
-        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
-    )
-
-    def parts(units: int, rows: int, top: int, item_picks: int) -> dict[str, tuple[int, ...]]:
-        del item_picks
-        return workspace_parts(config, units, rows * top)
-
-    return _plan(config, spec, shapes, selected, num_sms, parts)
-
-
-def plan_selection_backward(
-    architecture: Architecture, spec: AttentionSpec, shapes: plan.Shapes, selected: tuple[int, ...], num_sms: int
-) -> SelectionPlan:
-    """The plan of a backward call, likewise."""
-    config = architecture.passes["selection_backward"].configure(
-        *_given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
-    )
-    columns = num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences)
-
-    def parts(units: int, rows: int, top: int, item_picks: int) -> dict[str, tuple[int, ...]]:
-        items = TableSizes.of(rows * top, columns, item_picks).items if item_picks else 0
-        return backward_workspace_parts(config, units, rows, rows * top, items)
-
-    return _plan(config, spec, shapes, selected, num_sms, parts)
-
-
-def _given(spec: AttentionSpec, shapes: plan.Shapes) -> tuple[str, int, int, Features]:
-    return plan.DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, plan.features_of(spec, shapes)
-
-
 def _heads_of_a_tile(spec: AttentionSpec, selected: tuple[int, ...]) -> int:
     """Heads that are rows of one tile: of those that select together, as many as divide it."""
     alone = selected[1] == spec.nheads != spec.nheads_k
     return math.gcd(1 if alone else spec.nheads // spec.nheads_k, TILE_ROWS)
 
 
-def _plan(
-    config: Any,
+def plan_selection(
+    architecture: Architecture,
     spec: AttentionSpec,
     shapes: plan.Shapes,
     selected: tuple[int, ...],
     num_sms: int,
-    parts: Callable[[int, int, int, int], dict[str, tuple[int, ...]]],
+    pass_name: Literal["selection", "selection_backward"] = "selection",
 ) -> SelectionPlan:
-    """The plan of either pass.
-
-    ``parts`` gives those of its workspace, of so many units, rows, top, and picks an item; of 0 picks without items.
-    """
+    """The plan of a call whose selected blocks are (batch, heads, rows, top), on a GPU of so many SMs."""
+    config = architecture.passes[pass_name].configure(
+        *plan.given(spec, shapes), group=_heads_of_a_tile(spec, selected), block=spec.selection_block
+    )
     sets_batch, sets_heads, rows, top = selected
     tiles = num_parts(spec.selection_block, config.tile_n)
     top *= tiles
+
+    def workspace(units: int, rows: int, items: int) -> int:
+        if pass_name == "selection":
+            return workspace_bytes(workspace_parts(config, units, rows * top))
+        return workspace_bytes(backward_workspace_parts(config, units, rows, rows * top, items))
+
     units = spec.nheads // config.group * math.prod(shapes.q[:-3])
-    bytes_a_row = workspace_bytes(parts(1, 1, top, 0))
+    bytes_a_row = workspace(1, 1, 0)
     launch_rows = max(1, min(rows, _WORKSPACE // bytes_a_row, _MAX_PICKS // (top * sets_batch * sets_heads)))
     launch_units = max(1, min(units, _WORKSPACE // (bytes_a_row * launch_rows)))
     step = config.picks_a_tile * config.num_mma_warpgroups
     steps = launch_rows * top * launch_units // (_ITEMS_AN_SM * num_sms * step)
     item_picks = step * max(_FEWEST_TILES, min(steps, _MOST_PICKS_AN_ITEM // step))
-    given = plan.numbers_of(spec, shapes)
+    of_scores = plan.numbers_of(spec, shapes)
     columns = num_columns(shapes.k[-3], config.tile_n, shapes.num_sequences)
     sizes = TableSizes.of(launch_rows * top, columns, item_picks)
     numbers = SelectionNumbers(
-        **{name: given[name] for name in SelectionNumbers._fields if name in given},
+        **{name: of_scores[name] for name in SelectionNumbers._fields if name in of_scores},
         top=top,
         first_row=0,
         num_rows=launch_rows,
@@ -125,8 +95,9 @@ def _plan(
         num_chunks=sizes.chunks,
         chunk_picks=sizes.chunk_picks,
     )
-    size, tables = (
-        workspace_bytes(parts(launch_units, launch_rows, top, item_picks)),
-        workspace_bytes(table_parts(config, numbers)),
-    )
-    return SelectionPlan(config, numbers, size + tables, tables, rows, units)
+    tables = workspace_bytes(table_parts(config, numbers))
+    size = tables + workspace(launch_units, launch_rows, sizes.items)
+    return SelectionPlan(config, numbers, size, tables, rows, units)
+
+
+plan_selection_backward = partial(plan_selection, pass_name="selection_backward")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute.plan import BackwardPlan
+from flash_attn_cute.backends.cute.plan import Plan
 from flash_attn_cute.backends.cute.score_layout import num_sequences
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 
@@ -13,14 +13,15 @@ _LOG2_E = math.log2(math.e)
 
 
 def sink_gradient(
-    spec: AttentionSpec, inputs: AttentionInputs, planned: BackwardPlan, workspace: Tensor, sink: Tensor
+    spec: AttentionSpec, inputs: AttentionInputs, planned: Plan, workspace: Tensor, sink: Tensor
 ) -> Tensor:
     """The gradient of a sink (nheads,): minus the sum over queries of the sink's own P times delta.
 
     Inputs are as the kernels got them. The workspace of the backward pass begins with lse, in base 2 or with a bias
     natural, and delta.
     """
-    shape, tile_m = planned.stats_shape, planned.config.tile_m
+    tile_m = planned.config.tile_m
+    shape = 2, spec.nheads, planned.numbers.num_m_blocks * tile_m
     lse, delta = workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
     logits = sink.float()[:, None]
     weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
