@@ -4,7 +4,7 @@ A table is read from the top; the first row whose head dimension and features fi
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import BackwardSizes
@@ -45,6 +45,7 @@ class BackwardCtaConfig(BackwardConfig):
     counts_additions: ClassVar[bool] = True
     stages: ClassVar[int] = 2  # blocks of queries in flight
     pieces_a_gradient: ClassVar[int] = 1  # in which dV leaves, and dK
+    delays_dQ: ClassVar[bool] = True  # dQ of a step is computed in the next one
 
     # Columns of K that are in registers for the scores, and not read from shared memory for every block.
     columns_K: int
@@ -129,6 +130,14 @@ class BackwardCtaConfig(BackwardConfig):
         """Number of semaphores of a block: one a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
+    def piece_number(self, step: Any, tile_idx: Any) -> Any:
+        """Number of the next piece that a warpgroup puts out, in a step or behind a tile's last: dQ, or dV, then dK.
+
+        Where shared memory has one stage of K, the tile's last dQ comes before dV and dK. Where dV and dK are float32
+        they are no pieces, but are counted all the same: two more or less make no difference to a ring of one stage.
+        """
+        return step - 1 + 2 * tile_idx
+
 
 @dataclass(frozen=True)
 class BackwardHalfBlocksConfig(BackwardCtaConfig):
@@ -136,6 +145,7 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
 
     tile_n: ClassVar[int] = BLOCK // 2
     ctas_an_sm: ClassVar[int] = 2
+    delays_dQ: ClassVar[bool] = False
 
     @property
     def k_stages(self) -> int:
@@ -166,6 +176,10 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
     def pieces_dKV(self) -> int:
         """Pieces in which dV and dK of a tile leave; none where they are float32."""
         return 0 if self.features.wide else 2 * self.pieces_a_gradient
+
+    def piece_number(self, step: Any, tile_idx: Any) -> Any:
+        """See ``BackwardCtaConfig``; float32 is not counted."""
+        return self.pieces_dQ * step + self.pieces_dKV * tile_idx
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from flash_attn_cute.kernels.common.tma import BackwardTiles, prefetch_descripto
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
-from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, piece_number
+from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four, put, take
@@ -202,12 +202,14 @@ class BackwardCtaSm90(BackwardKernel):
                     step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
             else:  # under a mask a tile's blocks are those of all its heads
                 step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
+            if const_expr(not c.delays_dQ):
+                shared.rings.k.release(tile_idx)  # to warp 0
             if const_expr(c.features.dbias_of_keys):
                 self._store_row_sums(work, shared.reload_tile(c, a, tile_idx))
             if const_expr(c.features.grouped):
                 self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
-            piece = piece_number(step, tile_idx)
-            if const_expr(c.k_stages == 1):
+            piece = c.piece_number(step, tile_idx)
+            if const_expr(c.k_stages == 1 and c.delays_dQ):
                 self._finish_dQ(work, step, tile_idx, piece)
                 shared.rings.k.release(tile_idx)  # to warp 0
                 piece += 1
@@ -215,7 +217,7 @@ class BackwardCtaSm90(BackwardKernel):
             shared.tiles.release(tile_idx)  # to warp 0
             tile_idx += 1
         if const_expr(c.k_stages == 2):
-            self._finish_dQ(work, step, tile_idx - 1, piece_number(step, tile_idx))
+            self._finish_dQ(work, step, tile_idx - 1, c.piece_number(step, tile_idx))
 
     def _work(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> "_Work":
         """Operands and accumulators of the calling warpgroup."""
@@ -307,7 +309,7 @@ class BackwardCtaSm90(BackwardKernel):
                 step += 1
         if const_expr(self.config.hands_out_late):
             if is_last and step > 1:
-                self._hand_out(work, piece_number(step - 1, tile_idx))
+                self._hand_out(work, self.config.piece_number(step - 1, tile_idx))
         return step
 
     @cute.jit
@@ -322,38 +324,34 @@ class BackwardCtaSm90(BackwardKernel):
         is_first: Boolean,
         is_last: Boolean,
     ) -> None:
-        """One block of queries, and dQ of the one before.
-
-        What comes before the first block of a tile is the last one of the tile before. The very first step, or where
-        shared memory has but one K every tile's first, computes a dQ of anything, as the compiler lets products overlap
-        only where none is under a condition.
-
-        It is the n-th of the mainloop, for the tile's nth head, and the tile's first or last one.
-        """
-        shared, stage = work.shared, work.shared.rings.q.stage(step)
-        blocks = tile.blocks
+        """One block of queries: the n-th of the mainloop, for the tile's nth head, and the tile's first or last one."""
+        shared, stage, do_stage = work.shared, work.shared.rings.q.stage(step), work.shared.rings.do.stage(step)
+        blocks, reads_lse_early = tile.blocks, self.config.short_steps or not self.config.delays_dQ
         m_block, words, code, seen = blocks.at(n), None, None, None
         if is_first:
             shared.rings.k.wait_full(tile_idx)  # from warp 0
             self._read_K(work, tile_idx)
         shared.rings.q.wait_full(step)  # from warp 0
-        if const_expr(self.config.short_steps):
+        if const_expr(reads_lse_early):
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, tile_idx, stage)
         if const_expr(self.config.features.listed):
             m_block, nth, code = shared.read_scores_step(step)
-            words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
+            part = work.warpgroup if const_expr(self.warpgroups > 1) else tile.first_key // 64 % 2  # of a tile of bits
+            words = bits_of(work.workspace.mBits, code, part, work.thread)
+        if const_expr(not self.config.delays_dQ):
+            self._read_units(work, stage)
         if const_expr(self.config.features.intervals):
             keys = shared.reload_tile(self.config, work.arguments, tile_idx)
             first_row = keys.first_key + 64 * work.warpgroup
             seen = load_row_interval(work.arguments.mIntervals, keys.batch, keys.k.length, first_row, work.scores.cS)
         if const_expr(self.config.hands_out_late):
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
-                self._hand_out(work, piece_number(step - 1, tile_idx))
+                self._hand_out(work, self.config.piece_number(step - 1, tile_idx))
         if is_first:
             shared.rings.v.wait_full(tile_idx)  # from warp 0
         shared.rings.do.wait_full(step)  # from warp 0
-        tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
+        tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, do_stage]
         elements: tuple[Any, ...] = ()
         reads_bias = self.config.features.bias and not (self.config.bias_pitch or self.config.features.tiled_bias)
         if const_expr(reads_bias):
@@ -366,7 +364,7 @@ class BackwardCtaSm90(BackwardKernel):
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
         if const_expr(self.config.features.tiled_bias):
             elements = (self._read_bias(work, step),)
-        if const_expr(not self.config.short_steps):
+        if const_expr(not reads_lse_early):
             self._read_stats(work, 0, stage)
         warpgroup.wait_group(0 if reads_bias else 1)  # the scores are there
         if const_expr(self.config.bias_pitch):
@@ -384,14 +382,14 @@ class BackwardCtaSm90(BackwardKernel):
             elements,
             words,
             seen,
-            partial(self._start_dV, work, stage, (0, 2)) if const_expr(self.config.halves_dV) else None,
+            partial(self._start_dV, work, do_stage, (0, 2)) if const_expr(self.config.halves_dV) else None,
         )
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.release(step)  # to warp 3
         if const_expr(reads_bias):
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
-        self._read_stats(work, 1, stage)
-        self._start_dV(work, stage, (1, 2) if const_expr(self.config.halves_dV) else (0, 1))
+        self._read_stats(work, 1, do_stage)
+        self._start_dV(work, do_stage, (1, 2) if const_expr(self.config.halves_dV) else (0, 1))
         warpgroup.wait_group(1)  # dP is there
         if is_last:
             shared.rings.v.release(tile_idx)  # to warp 0
@@ -399,13 +397,24 @@ class BackwardCtaSm90(BackwardKernel):
         compute_dS(
             work.acc_dP,
             lambda i: cute.local_tile(rW, (4,), (i,)),
-            lambda i: self._stats(work, 1, stage, i),
+            lambda i: self._stats(work, 1, do_stage, i),
             work.rdS,
             work.row_sums if const_expr(self.config.features.dbias_of_keys) else None,
         )
         if const_expr(self.config.features.dbias and not self.config.tiles_dbias):
             tensors, cS = work.scores.tensors, work.scores.cS
             store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
+        self._add_products_of_dS(work, tile_idx, step, is_first)
+
+    @cute.jit
+    def _add_products_of_dS(self, work: "_Work", tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Adds a step's dK, and dQ of the step before.
+
+        What comes before the first block of a tile is the last one of the tile before. The very first step, or where
+        shared memory has but one K every tile's first, computes a dQ of anything, as the compiler lets products overlap
+        only where none is under a condition.
+        """
+        shared, stage = work.shared, work.shared.rings.q.stage(step)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more, nor by TMA.
         shared.rings.ds.wait_full(step - 1)
         sdS = shared.sdS[None, None, work.warpgroup, step & 1]
@@ -424,7 +433,7 @@ class BackwardCtaSm90(BackwardKernel):
         # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
         shared.rings.ds.arrive(step)
         if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
-            self._put_out_dQ(work, piece_number(step, tile_idx))
+            self._put_out_dQ(work, self.config.piece_number(step, tile_idx))
         self._read_units(work, stage)
         warpgroup.wait_group(0)  # dK is there
         if const_expr(self.config.fixed_point):
@@ -584,10 +593,12 @@ class BackwardCtaSm90(BackwardKernel):
         return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 
     def _read_units(self, work: "_Work", stage: Int32) -> None:
-        """Reads the units of this thread's two rows of dQ, for the next step, which puts it out."""
+        """Reads the units of this thread's two rows of a step's dQ."""
         if self.config.fixed_point:
-            parts_a_row = self.config.tile_d // self.config.columns_dQ
-            row = work.warpgroup // parts_a_row * 64 + work.thread // 32 * 16 + work.thread % 32 // 4
+            row = work.thread // 32 * 16
+            if self.warpgroups > 1:
+                row = work.warpgroup // (self.config.tile_d // self.config.columns_dQ) * 64 + row
+            row += work.thread % 32 // 4
             for i in range(2):
                 work.rUnits[i] = work.shared.stats[row + 8 * i, 2, stage]
 

@@ -90,13 +90,3 @@ class Shared(WorkTileBroadcast):
         """Under a mask, for a role that has Q: m_block, head and code of a step."""
         m_block, nth, code = (self.step_fields[i, self.rings.steps.stage(step)] for i in range(2, 5))
         return m_block, nth, code
-
-
-def piece_number(step: Int32, tile_idx: Int32) -> Int32:
-    """Number of the next piece that a warpgroup puts out, in a step or behind it.
-
-    dQ is a step late; dV and dK come once a tile. Where shared memory has one stage of K, the tile's last dQ comes
-    before dV and dK. Where dV and dK are float32 they are no pieces, but are counted all the same: two more or less
-    make no difference to a ring of one stage.
-    """
-    return step - 1 + 2 * tile_idx

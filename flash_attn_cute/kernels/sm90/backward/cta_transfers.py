@@ -28,7 +28,7 @@ from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile,
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
-from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared, StepFields, piece_number
+from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared, StepFields
 
 
 class _Blocks(NamedTuple):
@@ -205,12 +205,12 @@ class Transfers:
             num_steps = num_blocks if const_expr(c.features.listed) else heads_a_tile(c, a) * num_blocks
             for _ in cutlass.range(num_steps, unroll=1):
                 if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
-                    come = self._add_dQ(w, piece_number(step, tile_idx), step - 1, come)
+                    come = self._add_dQ(w, c.piece_number(step, tile_idx), step - 1, come)
                     if const_expr(c.zeroes_sums and c.k_stages == 2):
                         if step == first_step:
                             self._signal(w, added)  # by the tile before
                 step += 1
-            last = piece_number(step, tile_idx)
+            last = c.piece_number(step, tile_idx)
             if const_expr(c.k_stages == 1):  # dQ of the last step is not for the next tile to compute
                 come = self._add_dQ(w, last, step - 1, come)
                 last += 1
@@ -224,7 +224,7 @@ class Transfers:
             tile_idx += 1
         if const_expr(c.k_stages == 2):
             if step > 0:
-                self._add_dQ(w, piece_number(step, tile_idx), step - 1, come)
+                self._add_dQ(w, c.piece_number(step, tile_idx), step - 1, come)
                 if const_expr(c.zeroes_sums):
                     self._signal(w, added)
 

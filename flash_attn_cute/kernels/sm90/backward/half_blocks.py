@@ -24,34 +24,19 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared
-from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
-from flash_attn_cute.kernels.common.key_tiles import KeyTile
-from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardHalfBlocksConfig
-from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90, _Mmas, _Work
+from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90, _Work
 from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.half_blocks_schedule import half_blocks_schedule
 from flash_attn_cute.kernels.sm90.backward.workspace import put
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm
-from flash_attn_cute.kernels.sm90.scores import compute_dS, compute_P
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_MMA = 2  # a named barrier of the mma warpgroup; another one is ``cta``'s
-
-
-def piece_number(config: BackwardHalfBlocksConfig, step: Int32, tile_idx: Int32) -> Int32:
-    """Number of the next piece that the warpgroup puts out: dQ of a step, or behind a tile's last step dV, then dK.
-
-    Where dV and dK are float32 they are no pieces.
-    """
-    tiles = config.pieces_dKV * tile_idx if config.pieces_dKV else Int32(0)
-    return config.pieces_dQ * step + tiles
 
 
 @dataclass(frozen=True)
@@ -70,10 +55,10 @@ class HalfBlocksTransfers(Transfers):
         step, tile_idx, out = Int32(0), Int32(0), shared.out(w)
         while shared.has_tile(tile_idx):
             for _ in cutlass.range(shared.tile(c, self.a, tile_idx).blocks.num, unroll=1):
-                self._put_out_step(tile_idx, step, piece_number(c, step, tile_idx))
+                self._put_out_step(tile_idx, step, c.piece_number(step, tile_idx))
                 step += 1
             if const_expr(not c.features.wide):
-                self._store_dKV(out, w, tile_idx, piece_number(c, step, tile_idx))
+                self._store_dKV(out, w, tile_idx, c.piece_number(step, tile_idx))
             shared.tiles.release(tile_idx)  # to warp 0
             tile_idx += 1
 
@@ -116,80 +101,17 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
     transfers = HalfBlocksTransfers
 
     @cute.jit
-    def mma(self, a: BackwardArguments, ws: Workspace, mmas: _Mmas, shared: Shared, scales: ScoreScales) -> None:
-        """The mma warpgroup: all steps of every tile."""
-        c, work = self.config, self._work(a, ws, mmas, shared, scales)
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            work.acc_dV.fill(0.0)
-            work.acc_dK.fill(0.0)
-            step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
-            shared.rings.k.release(tile_idx)  # to warp 0
-            if const_expr(c.features.grouped):
-                self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
-            piece = piece_number(c, step, tile_idx)
-            self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
-            shared.tiles.release(tile_idx)  # to warp 0
-            tile_idx += 1
-
-    @cute.jit
-    def _step(
-        self,
-        work: _Work,
-        tile: KeyTile,
-        tile_idx: Int32,
-        n: Int32,
-        step: Int32,
-        nth: Int32 | int,
-        is_first: Boolean,
-        is_last: Boolean,
-    ) -> None:
-        """One block of queries; see ``BackwardCtaSm90``."""
-        shared, rings = work.shared, work.shared.rings
-        q_stage, do_stage = rings.q.stage(step), rings.do.stage(step)
-        if is_first:
-            rings.k.wait_full(tile_idx)  # from warp 0
-            self._read_K(work, tile_idx)
-        rings.q.wait_full(step)  # from warp 0
-        self._read_stats(work, 0, q_stage)
-        self._start_S(work, tile_idx, q_stage)
-        m_block, nth, code = shared.read_scores_step(step)
-        half = tile.first_key // 64 % 2  # of the keys of a block mask's block
-        words = bits_of(work.workspace.mBits, code, half, work.thread)
-        self._read_units(work, q_stage)
-        if is_first:
-            rings.v.wait_full(tile_idx)  # from warp 0
-        rings.do.wait_full(step)  # from warp 0
-        tPrV, tPrdO = work.tPrV[None, None, None, 0], work.tPrdO[None, None, None, do_stage]
-        gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
-        warpgroup.wait_group(1)  # the scores are there
-        compute_P(
-            self.config,
-            work.scores,
-            code >= 0,
-            lambda: self._place(work, tile_idx, nth, m_block),
-            lambda i: self._stats(work, 0, q_stage, i),
-            words=words,
-        )
-        self._read_stats(work, 1, do_stage)
-        gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, do_stage], False)
-        warpgroup.wait_group(1)  # dP is there
-        if is_last:
-            rings.v.release(tile_idx)  # to warp 0
-        rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
-        compute_dS(
-            work.acc_dP,
-            lambda i: cute.local_tile(rW, (4,), (i,)),
-            lambda i: self._stats(work, 1, do_stage, i),
-            work.rdS,
-        )
-        gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, q_stage], False)
-        self._put_out_dS(work, piece_number(self.config, step, tile_idx))
+    def _add_products_of_dS(self, work: _Work, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Adds a step's dK, and its dQ."""
+        rings, piece = work.shared.rings, self.config.piece_number(step, tile_idx)
+        tKrQ = work.tKrQ[None, None, None, rings.q.stage(step)]
+        gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), tKrQ, False)
+        self._put_out_dS(work, piece)
         warpgroup.wait_group(1)  # dV is there
         rings.do.release(step)  # to warp 0
         warpgroup.wait_group(0)  # dK is there, or registers would not suffice for dQ
         rings.q.release(step)  # to warp 0
-        self._finish_step(work, piece_number(self.config, step, tile_idx))
+        self._finish_step(work, piece)
 
     @cute.jit
     def _put_out_dS(self, work: _Work, piece: Int32) -> None:
@@ -225,10 +147,3 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
             out.wait_empty(piece + i)  # from warp 1
             put(acc, cute.make_tensor(place, cute.make_layout(128 * size)), work.thread)
             self._hand_out(work, piece + i)
-
-    def _read_units(self, work: _Work, stage: Int32) -> None:
-        """Reads the units of this thread's two rows of dQ."""
-        if self.config.fixed_point:
-            row = work.thread // 32 * 16 + work.thread % 32 // 4
-            for i in range(2):
-                work.rUnits[i] = work.shared.stats[row + 8 * i, 2, stage]
