@@ -52,8 +52,6 @@ benchmarks.host calls --device cuda:9
     argument --device: expected one of 0 GPUs or cpu, got 'cuda:9'
 benchmarks.host calls --rounds 0
     argument --rounds: expected a number, 1 or more, got '0'
-benchmarks.integer_sums --keys 5
-    argument --keys: expected a multiple of 128, got 5
 benchmarks.gradient_errors --rows 40
     argument --rows: expected a multiple of 16, got 40
 benchmarks.gradient_errors --kernels

@@ -1,24 +1,94 @@
 """DQ in fixed point, of deterministic calls with block masks: as exact as float32, and untouched by hidden keys."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import integer_sums
 from flash_attn_cute import BlockMask, explain, flash_attn_func
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 from tests.lib.checks import bitwise_equal, differing, needs_kernels
 
-HEAD_DIM = integer_sums.HEAD_DIM
+HEAD_DIM = 128
 
 
-def of_all_kinds(queries: int, keys: int) -> tuple[integer_sums.Data, Tensor, BlockMask]:
+class Data(NamedTuple):
+    """Tensors of one head: q and dout (queries, HEAD_DIM), k and v (keys, HEAD_DIM)."""
+
+    q: Tensor
+    dout: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _few(x: Data) -> Tensor:
+    return torch.randperm(len(x.k))[: max(1, len(x.k) // 2048)]
+
+
+def _put_sink(x: Data) -> None:
+    x.q[:, 0] += 8
+    x.k[0] = 0
+    x.k[0, 0] = 20
+    x.v[0] *= 0.05
+
+
+def _shift_means(x: Data) -> None:
+    x.k.add_(2)
+    x.v.add_(3)
+
+
+def _scale_key_channel(x: Data) -> None:
+    x.k[:, 5] *= 50
+    x.q[:, 5] /= 50
+
+
+def _scale_value_channel(x: Data) -> None:
+    x.v[:, 7] *= 50
+
+
+def _scale_key_rows(x: Data) -> None:
+    x.k[_few(x)] *= 5
+
+
+def _scale_value_rows(x: Data) -> None:
+    x.v[_few(x)] *= 50
+
+
+def _scale_both_rows(x: Data) -> None:
+    few = _few(x)
+    x.k[few] *= 8
+    x.v[few] *= 50
+
+
+def _repeat_tokens(x: Data) -> None:
+    for rows in (x.k, x.v):
+        rows.copy_(rows[:16].repeat(len(rows) // 16, 1))
+
+
+# Data that is hard for sums: by its kind, what is done to normal numbers.
+KINDS: dict[str, Callable[[Data], object]] = {
+    "normal": lambda x: None,
+    "peaked": lambda x: x.q.mul_(6),
+    "tiny gradients": lambda x: x.dout.mul_(1e-7),
+    "means that are not zero": _shift_means,
+    "a sink": _put_sink,
+    "an outlier channel of k": _scale_key_channel,
+    "an outlier channel of v": _scale_value_channel,
+    "outlier rows of k": _scale_key_rows,
+    "outlier rows of v": _scale_value_rows,
+    "outlier rows of both": _scale_both_rows,
+    "rows of v of all sizes": lambda x: x.v.mul_(torch.exp(2 * torch.randn(len(x.v), 1))),
+    "repeated tokens": _repeat_tokens,
+}
+
+
+def of_all_kinds(queries: int, keys: int) -> tuple[Data, Tensor, BlockMask]:
     """A head of each kind of data that is hard for sums, (1, rows, kinds, HEAD_DIM) each; blocks that it sees."""
     heads = []
-    for kind in integer_sums.KINDS.values():
-        data = integer_sums.Data(*torch.randn(2, queries, HEAD_DIM), *torch.randn(2, keys, HEAD_DIM))
+    for kind in KINDS.values():
+        data = Data(*torch.randn(2, queries, HEAD_DIM), *torch.randn(2, keys, HEAD_DIM))
         kind(data)
         heads.append(data)
     both = (torch.stack(of_heads, 1)[None] for of_heads in zip(*heads, strict=True))
@@ -26,21 +96,21 @@ def of_all_kinds(queries: int, keys: int) -> tuple[integer_sums.Data, Tensor, Bl
     visible = torch.rand(1, len(heads), queries // 128, keys // 128, generator=generator) < 0.75
     visible[..., 0] = True
     mask = BlockMask.from_blocks(visible.cuda())
-    return integer_sums.Data(*(x.to("cuda", torch.bfloat16) for x in both)), visible, mask
+    return Data(*(x.to("cuda", torch.bfloat16) for x in both)), visible, mask
 
 
-def two_heads(queries: int, keys: int) -> integer_sums.Data:
+def two_heads(queries: int, keys: int) -> Data:
     q, dout = torch.randn(2, 1, queries, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    return integer_sums.Data(q, dout, *torch.randn(2, 1, keys, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    return Data(q, dout, *torch.randn(2, 1, keys, 2, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
 
 
-def dq_of(data: integer_sums.Data, mask: BlockMask, **options: Any) -> Tensor:
+def dq_of(data: Data, mask: BlockMask, **options: Any) -> Tensor:
     q = data.q.detach().requires_grad_()
     out = flash_attn_func(q, data.k, data.v, block_mask=mask, backend="sm90", **options)
     return torch.autograd.grad(out, q, data.dout)[0]
 
 
-def in_float64(data: integer_sums.Data, head: int, shown: Tensor) -> Tensor:
+def in_float64(data: Data, head: int, shown: Tensor) -> Tensor:
     """DQ of a head (rows, HEAD_DIM), of which ``shown`` (queries, keys) are visible."""
     q, dout, k, v = (x[0, :, head].double() for x in data)
     q.requires_grad_()
@@ -55,7 +125,7 @@ def test_as_exact_as_sums_in_float32(keys: int) -> None:
     data, visible, mask = of_all_kinds(256, keys)
     in_integers, in_any_order = dq_of(data, mask, deterministic=True), dq_of(data, mask)
     shown = visible[0].repeat_interleave(128, -2).repeat_interleave(128, -1).cuda()
-    for head, kind in enumerate(integer_sums.KINDS):
+    for head, kind in enumerate(KINDS):
         truth = in_float64(data, head, shown[head])
         ours, theirs = ((x[0, :, head].double() - truth).norm() for x in (in_integers, in_any_order))
         assert ours <= 1.05 * theirs, f"{kind}: {(ours / theirs).item():.3f} of the error of float32"
@@ -71,8 +141,8 @@ def test_a_head_in_turns_beside_others_in_integers(repetitions: int) -> None:
 
     expected = dq()
     assert not differing(expected, dq, repetitions)
-    for head in range(len(integer_sums.KINDS)):
-        alone = integer_sums.Data(*(x[:, :, head : head + 1].contiguous() for x in data))
+    for head in range(len(KINDS)):
+        alone = Data(*(x[:, :, head : head + 1].contiguous() for x in data))
         mask_alone = BlockMask.from_blocks(visible[:, head : head + 1].cuda())
         got = dq_of(alone, mask_alone, deterministic=True)
         assert bitwise_equal(got, expected["dq"][:, :, head : head + 1])

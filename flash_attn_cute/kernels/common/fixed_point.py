@@ -10,7 +10,7 @@ dS is P (dP - delta), |dP| is at most |dO| |V|, and P sums up to at most 1.
 
 The bound is far above most sums, and the lowest bits are lost. A few keys with huge values could leave too few bits to
 all others. So each head has a measure of that (``KeyRanges.of_heads``). Above ``MOST_LOSS`` it is summed in float32, in
-turns. Both the measure and the sums depend on the inputs alone. ``python -m benchmarks.integer_sums`` has the errors.
+turns. Both the measure and the sums depend on the inputs alone. ``benchmarks/notes/determinism.md`` has the errors.
 
 Reproducible sums of floats by integers, or by bins that are aligned alike, are an idea of ReproBLAS (Demmel, Nguyen).
 """
@@ -28,7 +28,7 @@ from flash_attn_cute.kernels.common.key_lists import blocks_of_keys, list_of
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.workspace import Workspace
 
-# With so much of it integers double nothing: on the data of ``benchmarks.integer_sums`` errors grow by 3 % at most.
+# With so much of it integers double nothing: on data that is hard for sums errors grow by 3 % at most.
 _MOST_LOSS_BITS = 34
 MOST_LOSS = float(1 << _MOST_LOSS_BITS)
 FLOAT32 = -1.0  # in the place of a row's units: this head is summed in float32, in turns
