@@ -20,10 +20,9 @@ from flash_attn_cute.backends.cute.plan import (
     plan_forward,
     rounded_up,
 )
-from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
-from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
+from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm90.backward.backward_config import (
     BackwardCtaConfig,
     BackwardHalfBlocksConfig,
@@ -101,29 +100,6 @@ def test_features_of_a_call() -> None:
     )
     words = "packed seqused_q left right softcap sink dlse grouped deterministic no_zero_padding"
     assert features_of(asked, PACKED._replace(has_dlse=True)) == Features.parse(words.split())
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("shapes", [DENSE, PACKED], ids=["dense", "packed"])
-def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
-    """A plan's numbers are those of its pass's arguments, and no tensors."""
-    spec = spec_of(head_dim=head_dim, head_dim_v=head_dim, packed=shapes.packed)
-    for plan in (plan_forward, plan_backward):
-        planned = plan(SM90, spec, shapes, 132)
-        assert architecture_of(planned.config) is SM90
-        numbers = described(pass_of(planned.config).arguments)["numbers"]
-        assert type(planned.numbers) is numbers
-        assert {argument.rank for argument in described(numbers).values()} == {0}
-
-
-def test_what_is_absent_is_not_asked_for() -> None:
-    config = plan_forward(SM90, spec_of(has_sink=True), DENSE, 132).config
-    tensors = described(pass_of(config).arguments)
-    tensors |= described(tensors.pop("blocks"))
-    del tensors["numbers"]
-    given = {name for name, argument in tensors.items() if argument.is_given(config)}
-    assert "mSink" in given
-    assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mEntries", "mBits"}
 
 
 def test_few_queries_share_a_tile() -> None:
