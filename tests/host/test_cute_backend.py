@@ -213,10 +213,6 @@ def test_repeated_calls_are_launched_like_others(
     assert_launched_alike(launches[0], launches[1], given)
     given += [x for x in (results.out, results.lse, results.residual, dout, dlse) if x is not None]
     assert_launched_alike(launches[2], launches[3], given)
-    if name in REPEATED:  # what can be read is not copied
-        for _, arguments in launches[: 2 if is_split else 4]:
-            read = (arguments.mQ, arguments.mK, arguments.mV, arguments.mCuSeqlensQ)
-            assert all(x is y for x, y in zip(read, inputs, strict=False))
 
 
 @full_and_causal
