@@ -153,19 +153,6 @@ def test_repr_and_statistics() -> None:
     assert indices.statistics == (4, 3, 0, 0)
 
 
-def test_devices_are_refused_by_name() -> None:
-    mask = BlockMask.causal(3, 3)
-    for call in (
-        mask.to,
-        mask.build,
-        lambda device: BlockMask.from_function(lambda b, h, i, j: i >= j, 3, 3, device=device),
-    ):
-        with pytest.raises(TypeError, match=r"^device: expected a torch\.device or a str, got torch\.bfloat16"):
-            call(torch.bfloat16)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="device: expected one that PyTorch knows, got 'gpu'"):
-            call("gpu")
-
-
 def test_tables_are_kept() -> None:
     mask = BlockMask.causal(300, 300)
     first = mask.tables(CPU, backward=False)

@@ -53,12 +53,24 @@ BlockMask.from_dense(MAP.float())
     TypeError: mask: expected a bool tensor, got torch.float32
 BlockMask.from_flex(MAP)
     TypeError: mask: expected FlexAttention's BlockMask, got Tensor
+BlockMask.from_function(lower, 3, 3, device=torch.bfloat16)
+    TypeError: device: expected a torch.device or a str, got torch.bfloat16
+BlockMask.causal(3, 3).to(torch.bfloat16)
+    TypeError: device: expected a torch.device or a str, got torch.bfloat16
+BlockMask.causal(3, 3).build(torch.bfloat16)
+    TypeError: device: expected a torch.device or a str, got torch.bfloat16
+BlockMask.causal(3, 3).to("gpu")
+    ValueError: device: expected one that PyTorch knows, got 'gpu'
 BlockMask.causal(3, 3).with_order(3)
     TypeError: order: expected one of
 BlockMask.causal(3, 3).with_order(torch.zeros(1))
     TypeError: order: expected dtype torch.int32 or torch.int64
 BlockMask.causal(3, 3).with_order("spt", group=1.0)
     TypeError: group: expected an int, got 1.0
+BlockMask.causal(3, 3) & MAP
+    TypeError: unsupported operand
+BlockMask.causal(3, 3) | 1
+    TypeError: unsupported operand
 BlockMask.causal(2, -3)
     ValueError: seqlen_k: expected 0 to 2147483647, got -3
 BlockMask.documents()
@@ -221,10 +233,3 @@ def test_numbers_beyond_any_sequence(number: int) -> None:
     ):
         given = flash_attn_func(q, q, q, block_mask=mask)
         torch.testing.assert_close(given, flash_attn_func(q, q, q, block_mask=expected))
-
-
-def test_only_masks_combine() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
-        BlockMask.causal(3, 3) & MAP  # type: ignore[operator]
-    with pytest.raises(TypeError, match="unsupported operand"):
-        BlockMask.causal(3, 3) | 1  # type: ignore[operator]

@@ -123,30 +123,21 @@ def test_padding_means_packed_sequences() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake", "in a mode"])
 def test_any_tensors_get_the_same_explanation(kind: str) -> None:
-    def explained_on(device: str) -> str:
-        q, cu = low(140, 8, 64, device=device), torch.zeros(4, dtype=torch.int32, device=device)
-        mask = torch.ones(140, 50, dtype=torch.bool, device=device)
-        bias = low(8, 1, 50, device=device).requires_grad_()
+    def given(device: str) -> tuple[Tensor, ...]:
+        cu, mask = (torch.ones(shape, dtype=torch.int32, device=device) for shape in (4, (140, 50)))
+        return low(140, 8, 64, device=device), cu, mask.bool(), low(8, 1, 50, device=device).requires_grad_()
+
+    def explained(q: Tensor, cu: Tensor, mask: Tensor, bias: Tensor) -> str:
         return str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90"))
 
-    expected = explained_on("cpu")
+    expected = explained(*given("cpu"))
     if kind == "in a mode":
         with FakeTensorMode():
-            assert explained_on("cuda") == expected
+            assert explained(*given("cuda")) == expected
     elif kind == "fake":
-        mode = FakeTensorMode()
-        q, cu, mask, bias = (
-            mode.from_tensor(x)
-            for x in (
-                low(140, 8, 64),
-                torch.zeros(4, dtype=torch.int32),
-                torch.ones(140, 50, dtype=torch.bool),
-                low(8, 1, 50).requires_grad_(),
-            )
-        )
-        assert str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90")) == expected
+        assert explained(*map(FakeTensorMode().from_tensor, given("cpu"))) == expected
     else:
-        assert explained_on(kind) == expected
+        assert explained(*given(kind)) == expected
 
 
 def test_equal_offsets_are_seen() -> None:
@@ -195,8 +186,6 @@ def test_the_keywords_are_those_of_the_calls() -> None:
 Q, CU = low(2, 5, 4, 64), offsets([5, 5])
 FLAT = Q.flatten(0, 1)
 REFUSED = """
-explain(Q, Q, Q.float())
-    TypeError: v: expected the dtype of q
 explain(Q, Q, None)
     TypeError: v: expected a torch.Tensor, got NoneType
 explain(None, Q, Q)
@@ -207,8 +196,6 @@ explain(Q, Q, Q, backend="none")
     ValueError: backend: expected None or one of
 explain(Q, Q, Q, backend="sm90")
     ValueError: ... which cannot: tensors on cpu
-explain(Q, Q, Q.to("meta"))
-    ValueError: v: expected the device of q, cpu, got meta
 explain(FLAT, FLAT, FLAT, CU, CU, 5)
     TypeError: max_seqlen_k: expected an int or a 0-d tensor, got None
 explain(FLAT, FLAT, FLAT, CU, None, 5, 5)
@@ -304,18 +291,14 @@ def test_a_gpu_whose_kernels_are_checked_first(monkeypatch: pytest.MonkeyPatch, 
     assert "slower than 'sm100', which serves calls with backend='sm100' alone, as its self-check has not" in warned[1]
 
 
-def test_no_warning_where_it_is_meant(warned: list[str]) -> None:
+def test_no_warning_where_it_is_meant_or_there_is_no_such_gpu(
+    warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     q = torch.randn(1, 5, 2, 64)
     flash_attn_func(q, q, q, backend="portable")
     torch.compile(lambda: flash_attn_func(q, q, q), backend="eager", fullgraph=True)()
-    assert not warned
-
-
-def test_no_warning_without_such_a_gpu(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        dispatch, "BACKENDS", {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend()}
-    )
-    q = torch.randn(1, 5, 2, 64)
+    backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
     flash_attn_func(q, q, q)
     assert not warned
 

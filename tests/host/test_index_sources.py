@@ -86,17 +86,6 @@ def test_written_before_use(dtype: torch.dtype, kind: str, use: Callable[[BlockM
             use(mask)
 
 
-@each_case
-def test_written_after_use(dtype: torch.dtype, kind: str) -> None:
-    """Tables that have been made stay what they are."""
-    sources = sources_of(0, dtype, kind)
-    mask = mask_of(sources)
-    before = attend(mask)
-    for x in sources.values():
-        x.zero_()
-    assert torch.equal(attend(mask), before)
-
-
 @pytest.mark.parametrize(("dtype", "kind"), CASES[::2])  # each dtype, and each kind
 def test_captured_and_compiled_calls_read_anew(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with one mask that was made before, whose sources change between them."""

@@ -47,15 +47,13 @@ class Watched(PortableBackend):
         if self.fail:
             raise ArithmeticError(name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes its work; see ``Backend.forward``."""
+    def forward(self, *given: Any) -> Any:
         self._work("forward works")
-        return super().forward(*args, **kwargs)
+        return super().forward(*given)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes its work; see ``Backend.backward``."""
+    def backward(self, *given: Any) -> Any:
         self._work("backward works")
-        return super().backward(*args, **kwargs)
+        return super().backward(*given)
 
 
 @pytest.fixture
@@ -140,13 +138,6 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvtx.span("a") is nvtx.span("b")
 
 
-@pytest.mark.usefixtures("_settings_reread")
-def test_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_NVTX", "on")
-    with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_NVTX: expected 0 or 1, got 'on'"):
-        run(random_call([5]))
-
-
 def has_nvtx() -> bool:
     """Whether PyTorch was built with it."""
     try:
@@ -154,14 +145,6 @@ def has_nvtx() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@pytest.mark.skipif(has_nvtx(), reason="this PyTorch has NVTX")
-@pytest.mark.usefixtures("_settings_reread")
-def test_without_nvtx_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_NVTX", "1")
-    with pytest.raises(RuntimeError, match="FLASH_ATTN_CUTE_NVTX: expected 0, as this PyTorch has no NVTX"):
-        run(random_call([5]))
 
 
 @pytest.mark.skipif(not has_nvtx(), reason="this PyTorch has no NVTX")

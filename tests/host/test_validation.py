@@ -360,7 +360,7 @@ def test_max_seqlen_may_stay_on_the_device() -> None:
 
 @pytest.mark.usefixtures("_settings_reread")
 def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLASH_ATTN_CUTE_CHECK=1 verifies the offsets before the backend runs; anything but 0 and 1 is refused."""
+    """FLASH_ATTN_CUTE_CHECK=1 verifies the offsets before the backend runs."""
 
     class Unreachable(PortableBackend):
         def forward(self, spec: Any, inputs: Any) -> Any:
@@ -374,10 +374,20 @@ def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     settings.check_data.cache_clear()
     with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
         flash_attn_varlen_func(**call)
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "yes")
-    settings.check_data.cache_clear()
-    with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_CHECK: expected 0 or 1, got 'yes'"):
-        flash_attn_varlen_func(**call)
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "expected"),
+    [
+        ("FLASH_ATTN_CUTE_CHECK", settings.check_data, "0 or 1"),
+        ("FLASH_ATTN_CUTE_NVTX", settings.nvtx, "0 or 1"),
+        ("FLASH_ATTN_CUTE_SELFCHECK", settings.selfcheck, "0, 1 or force"),
+    ],
+)
+def test_other_values_of_variables(variable: str, setting: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(ValueError, match=f"{variable}: expected {expected}, got 'yes'"):
+        setting.__wrapped__()
 
 
 class Narrow(PortableBackend):
@@ -479,16 +489,19 @@ def test_rows_of_dense_batches_that_kernels_see_packed(seqlen_k: int, options: d
     assert (reason in str(caught.value)) == limited
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
-def test_ints_of_numpy(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, np.float16, np.float32, np.float64])
+def test_numbers_of_numpy(kind: Any) -> None:
     """They are taken for what they are; no operator and no cache ever sees them."""
+    given: dict[str, Any] = {"softmax_scale": 2, "softcap": 3}
+    if issubclass(kind, np.integer):
+        given |= {"max_seqlen_q": 6, "max_seqlen_k": 7, "window_size": (3, 2)}
+    of_numpy = {name: (kind(3), kind(2)) if name == "window_size" else kind(x) for name, x in given.items()}
     call = packed()
-    expected = flash_attn_varlen_func(**call, window_size=(3, 2))
-    bounds = {"max_seqlen_q": kind(6), "max_seqlen_k": kind(7)}
-    assert torch.equal(flash_attn_varlen_func(**call | bounds, window_size=(kind(3), kind(2))), expected)
-    assert type(validate.check_max_seqlen("max_seqlen_q", kind(6))) is int
-    left, right = validate._check_window((kind(3), kind(2)))
-    assert (type(left), type(right)) == (int, int)
+    assert torch.equal(flash_attn_varlen_func(**call | of_numpy), flash_attn_varlen_func(**call | given))
+    assert type(validate._as_float("softcap", kind(3), "")) is float
+    if issubclass(kind, np.integer):
+        assert type(validate.check_max_seqlen("max_seqlen_q", kind(6))) is int
+        assert [*map(type, validate._check_window((kind(3), kind(2))))] == [int, int]
 
 
 def test_factors_at_the_ends_of_float32() -> None:
@@ -500,14 +513,6 @@ def test_factors_at_the_ends_of_float32() -> None:
         out = flash_attn_func(*tensors, softcap=softcap)
         assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), tensors)))
         assert (softcap > 1) == torch.allclose(out, plain, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
-def test_floats_of_numpy(kind: Any) -> None:
-    call = dense()
-    expected = flash_attn_func(**call, softmax_scale=2.0, softcap=3.0)
-    assert torch.equal(flash_attn_func(**call, softmax_scale=kind(2), softcap=kind(3)), expected)
-    assert type(validate._as_float("softcap", kind(3), "")) is float
 
 
 @pytest.mark.parametrize("wrong", [np.bool_(True), np.array(2), np.array([2]), "2", 2j], ids=repr)

@@ -95,7 +95,7 @@ THINGS = [
     Thing(
         "indices",
         lambda: {
-            "indices": torch.tensor([[[[0, 1], [1, 2], [2, 0]]]], device="cpu"),
+            "indices": torch.tensor([[[[0, 1], [1, 2], [2, 0]]]], dtype=torch.int32, device="cpu"),
             "counts": torch.tensor([[[2, 1, 2]]], dtype=torch.int32, device="cpu"),
         },
         lambda indices, counts: BlockMask.from_indices(indices, counts, seqlen_k=ROWS),
@@ -103,7 +103,7 @@ THINGS = [
     ),
     Thing(
         "selection",
-        lambda: {"indices": (torch.arange(2 * ROWS, device="cpu") * 7 % 5 - 1).view(1, 1, ROWS, 2)},
+        lambda: {"indices": (torch.arange(2 * ROWS, dtype=torch.int32, device="cpu") * 7 % 5 - 1).view(1, 1, ROWS, 2)},
         lambda indices: BlockMask.from_selection(indices, block=100, seqlen_k=ROWS),
         "refused",
     ),
