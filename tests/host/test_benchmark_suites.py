@@ -3,10 +3,10 @@
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 CPU = torch.device("cpu")
+Row = TypeVar("Row", bias.Row, sparse.Row)
 MakeSuite = Callable[[torch.device, torch.dtype], Suite[Any]]
 TINY = (packed.Shape("ragged", (5, 1, 17), 2, 2, 8), packed.Shape("gqa", (9, 30), 4, 2, 16))
 
@@ -94,6 +95,19 @@ def verdicts(printed: str) -> dict[tuple[str, str, str], bool]:
     """Whether bars hold, by case, contender and opponent."""
     lines = re.findall(r"^bar: (\w+): (.*): (.*) takes .* of the time of (.*) \(", printed, re.MULTILINE)
     return {(case, contender, against): verdict == "pass" for verdict, case, contender, against in lines}
+
+
+def of_rows(
+    cases: dict[str, CaseReport], rows: Sequence[Row], pairs: dict[str, int], numbers_a_pair: int
+) -> Iterator[tuple[Row, CaseReport]]:
+    """The cases of rows, which are both passes of each, and whose FLOP are those of so many visible pairs."""
+    assert list(cases) == [f"{passes} {row.name}" for row in rows for passes in ("forward", "backward")]
+    for row in rows:
+        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
+            case = cases[f"{passes} {row.name}"]
+            assert case.panel == passes
+            assert case.work.flop == pytest.approx(factor * 4 * pairs[row.name] * numbers_a_pair, rel=1e-6)
+            yield row, case
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, place: Any, **values: Any) -> None:
@@ -204,39 +218,21 @@ def test_bias_suite_on_tiny_shapes(
     set_all(monkeypatch, bias, BACKEND="portable", ROWS=TINY_ROWS, TILE=4, KERNELS=kernels, _flex=compiles_for_long)
     shorten(monkeypatch, "bias", bias.suite, seconds=0.1)
     cases = written("bias", tmp_path)
-    assert list(cases) == [f"{passes} {row.name}" for row in TINY_ROWS for passes in ("forward", "backward")]
-
     comparisons = {"odd": bias.EVEN, "tiles": bias.ALL_TRUE, "documents": bias.SAME_AREA}
     pairs = {"tiles": 2 * 64, "ALiBi causal": 2 * 136, "triangle": 6**3, "odd": 2 * 225, "documents": 9 + 81 + 144}
-    for row in TINY_ROWS:
-        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
-            case = cases[f"{passes} {row.name}"]
-            assert case.panel == passes
-            assert case.work.flop == factor * 4 * pairs.get(row.name, 2 * 256) * 2 * 8
-            expected = {bias.PACKAGE} | ({bias.PACKAGE_DETERMINISTIC} if passes == "backward" else set())
-            expected |= {comparisons[row.name]} if row.name in comparisons else set()
-            expected |= {bias.WITHOUT} if row.mask or row.bias else set()
-            expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
-            expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
-            assert case.times.keys() == expected, case.unavailable
+    for row, case in of_rows(cases, TINY_ROWS, {row.name: pairs.get(row.name, 2 * 256) for row in TINY_ROWS}, 2 * 8):
+        passes = case.panel
+        expected = {bias.PACKAGE} | ({bias.PACKAGE_DETERMINISTIC} if passes == "backward" else set())
+        expected |= {comparisons[row.name]} if row.name in comparisons else set()
+        expected |= {bias.WITHOUT} if row.mask or row.bias else set()
+        expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
+        expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
+        assert case.times.keys() == expected, case.unavailable
     bars = verdicts(capsys.readouterr().out)
     assert ("forward bias", bias.PACKAGE, bias.EFFICIENT) not in bars
     assert not bars["backward bias", bias.PACKAGE, bias.EFFICIENT]
     assert bars["forward mask", bias.PACKAGE, bias.CUDNN]
     assert len(bars) == 2 + 1 + 4 * 2
-
-
-@pytest.mark.parametrize("row", TINY_ROWS, ids=lambda row: row.name)
-def test_flex_attention_computes_the_same(row: bias.Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled, which on a CPU takes long; gradients come with compiling only."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    set_all(monkeypatch, bias, BACKEND="portable", TILE=4)
-    case = bias._case(row, "forward", CPU, torch.float32)
-    if row.documents:
-        with pytest.raises(Unavailable):
-            bias._flex(case)
-    else:
-        torch.testing.assert_close(bias._flex(case)(), bias._package(case)())
 
 
 def test_rows_of_the_bias_suite() -> None:
@@ -331,7 +327,6 @@ def test_sparse_suite_on_tiny_shapes(
     monkeypatch.setattr(sparse, "_flex", compiles_for_long)
     shorten(monkeypatch, "sparse", sparse.suite, seconds=0.1)
     cases = written("sparse", tmp_path)
-    assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
     i, j = torch.arange(512)[:, None], torch.arange(512)
     ids = sparse.document_ids(2, 512)
     assert [len(entry.unique()) for entry in ids] == [3, 3]
@@ -345,17 +340,14 @@ def test_sparse_suite_on_tiny_shapes(
         "selected": 4 * 4 * 2 * 128**2,
         "selected of 64": 4 * 8 * 3 * 64**2,
     }
-    for row in TINY_SPARSE_ROWS:
-        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
-            case = cases[f"{passes} {row.name}"]
-            assert case.panel == passes
-            assert case.work.flop == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
-            assert ("on the model" in case.detail) is (passes == "backward" and row.block == 128)
-            expected = {sparse.PACKAGE} | ({sparse.DETERMINISTIC} if passes == "backward" else set())
-            expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
-            expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
-            expected |= {sparse.FA4} if row.block == 128 else set()
-            assert case.times.keys() == expected, case.unavailable
+    for row, case in of_rows(cases, TINY_SPARSE_ROWS, pairs, 8):
+        passes = case.panel
+        assert ("on the model" in case.detail) is (passes == "backward" and row.block == 128)
+        expected = {sparse.PACKAGE} | ({sparse.DETERMINISTIC} if passes == "backward" else set())
+        expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
+        expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
+        expected |= {sparse.FA4} if row.block == 128 else set()
+        assert case.times.keys() == expected, case.unavailable
     printed = capsys.readouterr().out
     bars = verdicts(printed)
     assert bars["backward window", sparse.PACKAGE, sparse.FA4]
@@ -367,16 +359,18 @@ def test_sparse_suite_on_tiny_shapes(
 
 
 @pytest.mark.usefixtures("tiny_sparse")
-@pytest.mark.parametrize("row", TINY_SPARSE_ROWS, ids=lambda row: row.name)
-def test_flex_attention_shows_the_same_blocks(row: sparse.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", TINY_ROWS + TINY_SPARSE_ROWS, ids=lambda row: row.name)
+def test_flex_attention_computes_the_same(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, which on a CPU takes long; gradients come with compiling only."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    case = sparse._case(row, "forward", CPU, torch.float32)
-    if row.block != 128:
+    set_all(monkeypatch, bias, BACKEND="portable", TILE=4)
+    suite: Any = bias if isinstance(row, bias.Row) else sparse
+    case = suite._case(row, "forward", CPU, torch.float32)
+    if row.documents if suite is bias else row.block != 128:
         with pytest.raises(Unavailable):
-            sparse._flex(case)
+            suite._flex(case)
     else:
-        torch.testing.assert_close(sparse._flex(case)(), sparse._package(case)())
+        torch.testing.assert_close(suite._flex(case)(), suite._package(case)())
 
 
 def test_rows_of_the_sparse_suite() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,56 +143,40 @@ def test_means_are_geometric_and_over_a_panel() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [1.001, torch.nan])
-def test_disagreement_is_an_error(value: float) -> None:
-    with pytest.raises(Disagreement, match="out of wrong"):
-        harness.measure(toy(constant("wrong", value)), CASE)
+INCOMPLETE = Contender[Case]("incomplete", lambda case: lambda: {})
+BROKEN = Contender[Case]("broken", lambda case: lambda: {"out": torch.ones(4, device="nowhere")})
 
 
-def test_missing_results_are_an_error() -> None:
-    incomplete = Contender[Case]("incomplete", lambda case: lambda: {})
-    with pytest.raises(Disagreement, match="incomplete gives"):
-        harness.measure(toy(incomplete), CASE)
-
-
-def test_the_reference_must_be_available() -> None:
-    suite: Suite[Case] = Suite("toy", lambda: iter([CASE]), (Contender("a", missing),), "a", (), 3, 1.0)
-    with pytest.raises(Unavailable, match="no such library"):
+@pytest.mark.parametrize(
+    ("suite", "error", "said"),
+    [
+        (toy(constant("wrong", 1.001)), Disagreement, "out of wrong"),
+        (toy(constant("wrong", torch.nan)), Disagreement, "out of wrong"),
+        (toy(INCOMPLETE), Disagreement, "incomplete gives"),
+        (replace(toy(Contender("missing", missing)), reference="missing"), Unavailable, "no such library"),
+        (replace(toy(BROKEN), reference="broken"), RuntimeError, "nowhere"),
+    ],
+)
+def test_errors(suite: Suite[Case], error: type[Exception], said: str) -> None:
+    """Contenders disagree, or the reference has no results."""
+    with pytest.raises(error, match=said):
         harness.measure(suite, CASE)
 
 
 def test_a_contender_that_raises_is_reported() -> None:
-    def broken(case: Case) -> Run:
-        return lambda: {"out": torch.ones(4, device="nowhere")}
-
-    def refused(case: Case) -> Run:
-        raise AssertionError
-
+    """Of one that has no part in the case nothing is said."""
+    refused, absent = (
+        Contender[Case](name, mock.Mock(side_effect=error))
+        for name, error in (("refused", AssertionError), ("absent", NoPart))
+    )
     opponent = replace(constant("opponent", 1.0), against="broken")
-    suite = toy(Contender("broken", broken), Contender("refused", refused), opponent, constant("same", 1.0))
-    result = harness.measure(suite, CASE)
+    result = harness.measure(toy(BROKEN, refused, absent, opponent, constant("same", 1.0)), CASE)
     assert list(result.times) == ["reference", "opponent", "same"]
-    assert result.unavailable["broken"].startswith("raised RuntimeError: ")
-    assert result.unavailable["refused"] == "raised AssertionError"
+    assert result.unavailable.pop("broken").startswith("raised RuntimeError: ")
+    assert result.unavailable == {"refused": "raised AssertionError"}
     assert result.against == {"same": "reference"}, "the one against whom the opponent is compared did not run"
     assert "  refused: unavailable: raised AssertionError" in report.table(result).splitlines()
-
-
-def test_a_contender_without_a_part_is_not_spoken_of() -> None:
-    def none(case: Case) -> Run:
-        raise NoPart
-
-    result = harness.measure(toy(Contender("absent", none), constant("same", 1.0)), CASE)
-    assert list(result.times) == ["reference", "same"]
-    assert not result.unavailable
     assert "absent" not in report.table(result)
-
-
-def test_what_the_reference_raises_is_an_error() -> None:
-    broken = Contender[Case]("a", lambda case: lambda: {"out": torch.ones(4, device="nowhere")})
-    suite = Suite("toy", lambda: iter([CASE]), (constant("b", 1.0), broken), "a", (), 3, 1.0)
-    with pytest.raises(RuntimeError, match="nowhere"):
-        harness.measure(suite, CASE)
 
 
 @pytest.mark.parametrize(
@@ -387,5 +372,5 @@ def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> 
 
 def test_results_that_are_not_compared() -> None:
     other = replace(constant("other", 2.0), compared=False)
-    some = Contender[Case]("some", lambda case: lambda: {}, omits=frozenset({"out"}))
+    some = replace(INCOMPLETE, name="some", omits=frozenset({"out"}))
     assert list(harness.measure(toy(other, some), CASE).times) == ["reference", "other", "some"]

@@ -146,8 +146,8 @@ def test_arguments_are_those_of_the_configuration(
     assert [x.shape for x in grads[:3]] == [x.shape for x in inputs[:3]]
     assert [launched.config.pass_name for launched in launches] == ["forward", "backward"]
     for config, arguments in launches:
-        assert type(arguments) is pass_of(config).arguments
         assert type(arguments.numbers) is described(type(arguments))["numbers"]
+        assert type(arguments) is pass_of(config).arguments
         for name, argument, value in described_tensors(arguments):
             assert (value is not None) == argument.is_given(config), name
             if not isinstance(value, Tensor):

@@ -4,18 +4,21 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.sparsity import __main__ as cli
+from tests.lib.refusals import assert_refused, refusals
+
+pytest.importorskip("matplotlib")
+
+from flash_attn_cute.sparsity import mask_plot
 
 
 @pytest.mark.parametrize("mask", cli.MASKS)
 def test_every_mask_is_drawn(mask: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "mask.png"
     assert cli.main(["plot", mask, "--seqlen", "700", "--order", "spt", "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -23,7 +26,6 @@ def test_every_mask_is_drawn(mask: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_what_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
     visible = torch.tensor([[[1, 0, 1], [0, 1, 1]], [[1, 0, 0], [0, 0, 0]]], dtype=torch.bool)
     mask = BlockMask.from_blocks(visible) & BlockMask.from_dense(torch.ones(256, 384, dtype=torch.bool).tril(130))
     blocks, timeline = mask.plot(head=0).axes
@@ -39,35 +41,25 @@ def test_what_is_drawn() -> None:
     assert len(mask.plot(head=1).axes[0].texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("mask", "chosen", "error"),
-    [
-        (BlockMask.causal(5, 5), {"head": 1}, "ValueError: head: expected 0 to 0, got 1"),
-        (BlockMask.causal(5, 5), {"batch": None}, "TypeError: batch: expected an int, got None"),
-        (
-            BlockMask.causal(0, 5),
-            {},
-            "ValueError: block_mask: expected one with queries and keys to draw, got one over ",
-        ),
-        (
-            BlockMask.causal(5, 0),
-            {},
-            "ValueError: block_mask: expected one with queries and keys to draw, got one over ",
-        ),
-    ],
-)
-def test_what_is_not_drawn(mask: BlockMask, chosen: dict[str, Any], error: str) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises((TypeError, ValueError)) as raised:
-        mask.plot(**chosen)
-    assert f"{raised.type.__name__}: {raised.value}".startswith(error)
+REFUSED = """
+BlockMask.causal(5, 5).plot(head=1)
+    ValueError: head: expected 0 to 0, got 1
+BlockMask.causal(5, 5).plot(batch=None)
+    TypeError: batch: expected an int, got None
+BlockMask.causal(0, 5).plot()
+    ValueError: block_mask: expected one with queries and keys to draw, got one over
+BlockMask.causal(5, 0).plot()
+    ValueError: block_mask: expected one with queries and keys to draw, got one over
+"""
+
+
+@refusals(REFUSED)
+def test_what_is_not_drawn(call: str, error: str) -> None:
+    assert_refused(call, error, globals())
 
 
 def test_a_moving_picture(tmp_path: Path) -> None:
     """Under two orders, from nothing to all that is done; documents under both have other tiles at work."""
-    pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import mask_plot
-
     picture = tmp_path / "mask.gif"
     command = ["plot", "documents", "--seqlen", "2000", "--order", "spt", "--against", "default", "--out", str(picture)]
     assert cli.main(command) == 0
@@ -87,9 +79,6 @@ def test_a_moving_picture(tmp_path: Path) -> None:
 
 def test_what_moves() -> None:
     """Columns of the first head, and time of all CTAs, up to now."""
-    pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import mask_plot
-
     mask = BlockMask.causal(512, 512)
     tables = mask.tables(torch.device("cpu"), backward=True)
     work, order = mask_plot._pass_of(mask, tables)
@@ -115,9 +104,6 @@ def test_what_moves() -> None:
 
 def test_figures_of_the_page() -> None:
     """Figures that docs/block-masks.md gives for its picture are the model's; draw it anew when they change."""
-    pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import mask_plot
-
     page = " ".join((Path(__file__).parents[2] / "docs" / "block-masks.md").read_text().split())
     found = re.search(r"default order takes (\d+) us, a permutation (\d+) us, and .*? additions (\d+) us", page)
     assert found is not None
