@@ -164,7 +164,7 @@ def test_errors(suite: Suite[Case], error: type[Exception], said: str) -> None:
 
 
 def test_a_contender_that_raises_is_reported() -> None:
-    """Of one that has no part in the case nothing is said."""
+    """Nothing is said of one that has no part in the case."""
     refused, absent = (
         Contender[Case](name, mock.Mock(side_effect=error))
         for name, error in (("refused", AssertionError), ("absent", NoPart))
