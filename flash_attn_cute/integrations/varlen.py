@@ -42,7 +42,7 @@ def varlen_attn(
     """Attention over packed sequences. Rows that belong to none are ignored and come out as zeros.
 
     Differentiable, seqused_k included. The backward pass is deterministic if ``torch.use_deterministic_algorithms`` is
-    on.
+    on, or with ``num_splits=1``.
 
     Args:
         query: (total_q, nheads, d), float16, bfloat16, float32 or float64, the last dimension contiguous.
@@ -59,7 +59,8 @@ def varlen_attn(
         enable_gqa: allow fewer heads in key and value than in query.
         seqused_k: (batch,) int32, the real keys of each sequence if fewer than it owns.
         block_table: None; paged keys and values are not supported.
-        num_splits: a hint that changes no result. Not used.
+        num_splits: 1: a sequence has the same bits in whatever batch it is, as deterministic="invariant" in
+            ``flash_attn_varlen_func``. Other numbers are a hint that is not used.
 
     Returns:
         out (total_q, nheads, d_v) of query's dtype; with return_aux.lse, (out, lse), lse being natural logarithms,
@@ -73,6 +74,8 @@ def varlen_attn(
         raise ValueError(
             f"block_table: expected None, paged keys and values are not supported, got {type(block_table).__name__}"
         )
+    if num_splits is not None:
+        api.check_int("num_splits", num_splits, "None or an int")
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux: expected None or an object with a bool lse, got {return_aux!r}")
     check_tensors(query=query, key=key)
@@ -98,6 +101,6 @@ def varlen_attn(
         softmax_scale=scale,
         causal=is_causal,
         window_size=window_size,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic="invariant" if num_splits == 1 else torch.are_deterministic_algorithms_enabled(),
         return_lse=return_aux is not None and return_aux.lse,
     )

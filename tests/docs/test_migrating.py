@@ -109,6 +109,7 @@ MEANINGS: dict[str, Expected] = {
         of_packed(n, softmax_scale=0.1), k=n.pk[:, :2], v=n.pv[:, :2]
     ),
     "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths)": lambda n: of_packed(n, seqused_k=n.lengths),
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, num_splits=1)": of_packed,
     'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding_causal")': lambda n: padded(
         n, causal=True
     ),

@@ -144,7 +144,9 @@ def test_deterministic_if_torch_is(deterministic: bool, monkeypatch: pytest.Monk
     torch.use_deterministic_algorithms(deterministic)
     dot.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8))
     packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5)
+    packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5, num_splits=1)
     assert dense[0]["deterministic"] is packed[0]["deterministic"] is deterministic
+    assert packed[1]["deterministic"] == "invariant"  # as PyTorch promises it
 
 
 # varlen_attn.
