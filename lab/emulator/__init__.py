@@ -5,8 +5,6 @@
     hook           puts that binary in the place of the one that ``flash_attn_cute`` compiles
     mailbox        settings and faults, in memory that host and GPU share
     pytest_plugin  the same for runs of pytest
-    kernels        small kernels that try the emulator
-    selftest       runs them, and plants bugs: ``python -m lab.emulator.selftest``
 
 ``on_host`` has what tests need to compile the arithmetic of products without a GPU.
 """

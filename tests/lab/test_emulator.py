@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from lab.emulator import __main__ as command
 from lab.emulator import build, hook, mailbox
 from lab.emulator.translate import RefusedError, Translation, translate
+from tests.lib.compiled import code_for
+from tests.lib.configurations import LONG, backward, chosen
+from tests.lib.tiers import tiered
 
 ROOT = Path(__file__).parents[2] / "lab" / "emulator"
 HEAD = ".version 9.0\n.target sm_100a\n.address_size 64\n"
@@ -382,23 +386,38 @@ def test_a_product_without_a_commit_is_reported(host: ctypes.CDLL) -> None:
     )
 
 
-def test_kernels_of_the_self_test(tmp_path: Path) -> None:
-    """They compile, their PTX is known throughout, and the binary made of it takes the place of the compiler's."""
+def planted_by_the_page() -> list[list[str]]:
+    """Patterns of the table of planted bugs, what takes the place of their matches, and what is reported."""
+    page = (ROOT.parents[1] / "docs" / "sm100-on-hopper.md").read_text()
+    return [list(row) for row in re.findall(r"^\| `--plant '(.*)' '(.*)'` \| (.*) \|$", page, re.MULTILINE)]
+
+
+KERNELS = {"one CTA": chosen(128, "right"), "pairs of CTAs": backward(128, keys=LONG)}
+
+
+@pytest.mark.parametrize("config", tiered(KERNELS, "one CTA", values=True))
+def test_blackwell_kernels(config: Any, tmp_path: Path) -> None:
+    """They are known throughout, Hopper takes what is written, and the bugs of the page can be planted."""
+    text = code_for(config).ptx
+    translation = translate(text)
+    assert len(translation.emulated) == 1
+    assert "error" not in assembled(translation, tmp_path)
+    bugs = planted_by_the_page()
+    assert len(bugs) == 4
+    for pattern, replacement, report in bugs:
+        assert translate(hook.planted(text, (pattern, replacement))) != translation
+        assert any(report in fault for fault in mailbox.FAULTS.values())
+
+
+@pytest.mark.slow
+def test_a_binary_takes_the_place_of_the_compiler_s(tmp_path: Path) -> None:
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     from flash_attn_cute.jit import code
-    from lab.emulator import kernels
+    from flash_attn_cute.jit.compile import compile_kernel
 
-    for case in (
-        kernels.Case("one", a_in_tensor_memory=True, finishes=True),
-        kernels.Case("two", pair=True, by_tma=True),
-    ):
-        kernel = kernels.compiled(case, cute.KeepPTX, compiler.DumpDir(str(tmp_path)))
-        translation = translate(kernel.artifacts.PTX)
-        assert len(translation.emulated) == 1
-        assert {"fma.rn.f32x2", "max.f32"} <= translation.replaced.keys() or not case.finishes
-        usage = assembled(translation, tmp_path)
-        assert "error" not in usage
-        assert b"sm100_wait" not in code.export(kernel)
-        hook.replace_binary(kernel, (tmp_path / "kernel.o").read_bytes())
-        assert b"sm100_wait" in code.export(kernel)
+    kernel = compile_kernel(chosen(128, "right"), cute.KeepPTX, compiler.DumpDir(str(tmp_path)))
+    assembled(translate(kernel.artifacts.PTX), tmp_path)
+    assert b"sm100_wait" not in code.export(kernel)
+    hook.replace_binary(kernel, (tmp_path / "kernel.o").read_bytes())
+    assert b"sm100_wait" in code.export(kernel)
