@@ -170,11 +170,7 @@ def explain(
 
 
 def _on_meta(call: AttentionCall) -> AttentionCall:
-    """The call after autocast, with tensors without memory that look like its own; what is the same memory is one.
-
-    Raises:
-        ValueError: one that is not on q's device.
-    """
+    """The call after autocast, with tensors without memory that look like its own; what is the same memory is one."""
     given = dict(zip(call._fields, call[:NUM_TENSORS], strict=False))
     usable = {
         name: x for name, x in given.items() if isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided

@@ -153,11 +153,7 @@ def _sums_of_turned(given: AttentionCall, lse: Tensor) -> Tensor:
 
 
 def _inverse_of(scale: float, dtype: torch.dtype) -> float:
-    """A power of two near 1 / scale, so that no part of lse is larger than lse.
-
-    Raises:
-        ValueError: it is no normal number of the dtype.
-    """
+    """A power of two near 1 / scale, so that no part of lse is larger than lse."""
     numbers = torch.finfo(dtype)
     factor = 2.0 ** math.ceil(-math.log2(abs(scale)))
     if not numbers.smallest_normal <= factor <= numbers.max:

@@ -66,12 +66,7 @@ def _prepared_for_replacement(call: AttentionCall) -> tuple[AttentionInputs, Pla
 
 
 def check(call: AttentionCall) -> None:
-    """Checks the tensors of a call ahead of it, for those who compute with them first.
-
-    Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, strides or device.
-    """
+    """Checks the tensors of a call ahead of it, for those who compute with them first; raises as ``attend`` does."""
     validate.check(autocast(call) if is_any_autocast_enabled() else call)
 
 

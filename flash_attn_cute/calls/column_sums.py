@@ -12,14 +12,8 @@ from flash_attn_cute.calls.torch_modes import needs_dispatcher
 def column_sums(call: AttentionCall, lse: Tensor) -> Tensor | None:
     """Sums of each key's probabilities; None if there is no kernel, or ``context_parallel`` takes the calls.
 
-    Args:
-        call: with windows and padding at the most, after autocast.
-        lse: of its scores, a floating-point tensor.
-
-    Raises:
-        TypeError: as ``attend`` does.
-        ValueError: likewise; or lse of another shape or device.
-        NotImplementedError: likewise.
+    The call has windows and padding at the most; autocast has been applied. ``lse`` is of its scores, a floating-point
+    tensor. Raises as ``attend`` does, and ValueError for an lse of another shape or device.
     """
     watched = needs_dispatcher((*call[:NUM_TENSORS], lse))
     inputs, plan = prepare(call, backward=False, watched=watched)

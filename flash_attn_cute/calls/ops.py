@@ -54,11 +54,7 @@ torch.library.define("flash_attn_cute::column_sums", f"(Tensor lse, {TENSORS}, {
 
 
 def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
-    """Results of one valid call by the backend of its plan; out and lse are differentiable.
-
-    Raises:
-        NotImplementedError: an input carries a tangent of forward-mode differentiation.
-    """
+    """Results of one valid call by the backend of its plan; out and lse are differentiable, and tangents refused."""
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero. Most calls are spared a function.
     if forward_ad._current_level >= 0 and _have_tangents(*leaves):
@@ -76,11 +72,7 @@ def attention(inputs: AttentionInputs, plan: Plan, watched: bool) -> Results:
 
 
 def column_sums(inputs: AttentionInputs, plan: Plan, lse: Tensor, watched: bool) -> Tensor:
-    """``Backend.column_sums`` of one valid call, by a backend that has it.
-
-    Raises:
-        NotImplementedError: q, k or lse carries a tangent of forward-mode differentiation.
-    """
+    """``Backend.column_sums`` of one valid call, by a backend that has it; tangents are refused."""
     if forward_ad._current_level >= 0 and _have_tangents(inputs.q, inputs.k, lse):
         raise NotImplementedError(_NO_TANGENTS)
     if not watched:

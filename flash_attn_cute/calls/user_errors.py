@@ -31,18 +31,7 @@ def says_where_to_look(hint: str) -> Callable[[_Function], _Function]:
 def call(function: Callable[..., Any], names: Mapping[str, str], *args: Any, **options: Any) -> Any:
     """Calls a function whose errors name arguments as the caller's user does.
 
-    Args:
-        function: what is called.
-        names: the user's name of each argument that has another one there.
-        args: of the function.
-        options: likewise.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        TypeError: the function raises it.
-        ValueError: likewise.
+    ``names`` has the user's name of each argument that has another one there; the other arguments are the function's.
     """
     try:
         return function(*args, **options)

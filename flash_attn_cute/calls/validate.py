@@ -110,13 +110,8 @@ def _check_flags(flags: dict[str, object]) -> None:
 def check(call: AttentionCall, device: torch.device | None = None) -> AttentionInputs:
     """The tensors of a call and its bounds, checked, without the tables of its block mask.
 
-    Args:
-        call: what the user gave.
-        device: where the user's tensors are, if those of the call stand in for them.
-
-    Raises:
-        TypeError: a tensor of the wrong type or dtype.
-        ValueError: a tensor of the wrong shape, strides or device.
+    ``device``: where the user's tensors are, if those of the call stand in for them. Raises TypeError for a wrong type
+    or dtype, and ValueError for a wrong shape, strides or device.
     """
     inputs = _check_dense(call) if call.bounds is None else _check_packed(call, *call.bounds)
     if call.block_mask is not None:

@@ -42,11 +42,8 @@ def balanced_rows(
 ) -> list[list[DocumentRows]]:
     """The rows of each rank, unordered; some of them are empty.
 
-    Args:
-        documents: in the order of their rows.
-        total: the rows, padding included.
-        windows: (left, right) each, ``causal`` folded in; ranks are in balance under each of them.
-        num_ranks: at least 1.
+    Documents are in the order of their rows, of which there are ``total``, padding included. Ranks are in balance under
+    each of the windows, (left, right) with ``causal`` folded in.
     """
     bands = [tuple(Band.of(window, x.queries, x.keys) for window in windows) for x in documents]
     without_queries = list(_rows_without_queries(documents, total, len(windows)))

@@ -48,12 +48,9 @@ class Given(NamedTuple):
 
 
 def check_backend(backend: str, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
-    """Refuses a backend that cannot serve packed calls with such heads, as these come when messages are on their way.
+    """Raises ValueError for a backend that cannot serve packed calls with such heads, or that there is not.
 
-    A rank without rows makes no calls, and would wait for the others.
-
-    Raises:
-        ValueError: it does not exist, or cannot serve them.
+    That is said before messages are on their way: a rank without rows makes no calls, and would wait for the others.
     """
     heads = tuple(x.shape[-2:] for x in (q, k, v))
     _check_backend(backend, options, heads, q.dtype, q.device, sink is not None, (*dispatch.BACKENDS.values(),))
@@ -171,13 +168,9 @@ class Merged:
 def with_sink(
     out: Tensor, lse: Tensor, sink: Tensor | None, padding: Iterable[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse with one more logit in each softmax.
+    """Out (rows, nheads, d_v) and lse (nheads, rows) with one more logit (nheads,) in each softmax, if there is a sink.
 
-    Args:
-        out: (rows, nheads, d_v).
-        lse: (nheads, rows).
-        sink: (nheads,), or None.
-        padding: ranges (start, stop) of rows that are no queries.
+    ``padding``: ranges (start, stop) of rows that are no queries.
     """
     if sink is None:
         return out, lse

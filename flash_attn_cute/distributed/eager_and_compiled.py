@@ -40,14 +40,8 @@ torch.library.define(
 def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str | None) -> Results:
     """Results of this rank's rows, max_logits of all ranks'; out and lse are differentiable.
 
-    Args:
-        call: this rank's arguments.
-        checked: gives the options, or raises what is wrong with the rest of the arguments.
-        backend: the name of one, or None.
-
-    Raises:
-        TypeError: an argument of the wrong type or dtype; of any rank, if ranks are to be compared.
-        ValueError: an argument of the wrong shape, strides, device or value, likewise; or ranks disagree.
+    ``checked`` gives the options, or raises what is wrong with the rest of the arguments. Raises TypeError and
+    ValueError for wrong arguments; if ranks are to be compared, for those of any rank, and where they disagree.
     """
     ranks = call.ranks
 
@@ -94,11 +88,7 @@ def _gradients(
 def attend_compiled(
     arguments: tuple[Any, ...], names: list[str], method: str, dense: bool, options: Options, backend: str | None
 ) -> Results:
-    """``attend_eagerly``, by the operator, of a ``RankCall``'s fields up to its lengths and the names of its groups.
-
-    Raises:
-        TypeError: a sharding that is none.
-    """
+    """``attend_eagerly``, by the operator, of a ``RankCall``'s fields up to its lengths and the names of its groups."""
     *tensors, sharding, sharding_k, seqused_q, seqused_k = arguments
     out, lse, max_logits = torch.ops.flash_attn_cute.context_parallel(
         *tensors,

@@ -81,12 +81,7 @@ class Trade(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Inputs of this rank's rows and all heads to those of the group's rows and this rank's heads.
 
-        Args:
-            q: (rows, nheads, d).
-            k: (rows, nheads_k, d).
-            v: (rows, nheads_k, d_v).
-            sink: (nheads,) or None.
-            group: the ranks that trade; None: there is one.
+        Q is (rows, nheads, d), k (rows, nheads_k, d), v (rows, nheads_k, d_v), and the sink (nheads,).
         """
         k, v = (x.repeat_interleave(self.ranks_a_head, 1) if self.ranks_a_head > 1 else x for x in (k, v))
         size, d, nheads_k = self.keys.size, k.shape[2], k.shape[1] // self.keys.size

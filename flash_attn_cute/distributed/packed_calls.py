@@ -66,10 +66,7 @@ def parts_of(
 ) -> list[Part]:
     """The fewest parts that cover the visible pairs of all documents that have both queries and keys here.
 
-    Args:
-        queries: the runs of each document, in order and in adjacent rows.
-        keys: likewise.
-        bands: what is visible of each document.
+    Runs of each document are in order and in adjacent rows.
     """
     parts: list[Part] = []
     for document, runs in queries.items():
@@ -157,11 +154,7 @@ def calls_of(parts: Iterable[Part], device: torch.device, num_q: int | None = No
 def call_of_all_rows(parts: Sequence[Part], num_q: int, num_k: int, device: torch.device) -> Call | None:
     """Parts of one window as a call on all rows of the tensors, of which those of no part are padding.
 
-    Args:
-        parts: in ascending order, both of queries and of keys; none: there is no call.
-        num_q: rows of the queries.
-        num_k: rows of the keys.
-        device: of the offsets.
+    Parts ascend, both of queries and of keys. Without any there is no call.
     """
     if not parts:
         return None

@@ -34,12 +34,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def over(cls, groups: Sequence[ProcessGroup], *, by_heads: bool = False) -> "Ranks":
-        """The grid of a group's dimensions.
-
-        Args:
-            groups: one or two.
-            by_heads: whether one dimension is to be the second one of the grid, and not the first.
-        """
+        """The grid of a group's one or two dimensions; ``by_heads``: one is the second of the grid, not the first."""
         used = [group if dist.get_world_size(group) > 1 else None for group in groups]
         if len(used) == 2:
             return cls(*used)
@@ -67,11 +62,7 @@ class Place(NamedTuple):
 
 
 def dimensions(group: Group, name: str = "group") -> tuple[ProcessGroup, ...]:
-    """One process group, or those of a mesh's two dimensions.
-
-    Args:
-        group: the user's argument.
-        name: its name, for errors.
+    """One process group, or those of a mesh's two dimensions; ``name`` is that of the user's argument.
 
     Raises:
         TypeError: neither a process group nor a mesh.

@@ -357,15 +357,8 @@ def attend(
 ) -> Results:
     """Results of this rank's rows, for both functions.
 
-    Args:
-        tensors: q, k, v, learnable_sink, mask, bias and block_mask.
-        shardings: sharding and sharding_k.
-        lengths: seqused_q and seqused_k.
-        checked: gives the options, or raises what is wrong with them.
-        backend: as in both functions, like what follows.
-        group: the ranks.
-        method: its name.
-        dense: whether rows are those of a dense batch.
+    ``tensors`` are q, k, v, learnable_sink, mask, bias and block_mask. ``checked`` gives the options, or raises what is
+    wrong with them.
     """
     q, k, v, sink, mask, bias, block_mask = tensors
 
@@ -399,11 +392,7 @@ def _check_are_plain(**tensors: Any) -> None:
 
 
 def refuse_scores(mask: Any, bias: Any) -> None:
-    """Refuses tensors with an element a score.
-
-    Raises:
-        ValueError: one that is not None.
-    """
+    """Raises ValueError for tensors with an element a score."""
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(

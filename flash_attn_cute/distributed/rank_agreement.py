@@ -24,13 +24,8 @@ Statement = Mapping[str, str] | TypeError | ValueError
 def check(ranks: Ranks, statement: Statement) -> None:
     """Compares the statements of all ranks. All ranks have to call it; it costs a collective and a wait.
 
-    Args:
-        ranks: the grid of the group, the same whatever method a rank asks for.
-        statement: of this rank.
-
-    Raises:
-        TypeError: what a rank has stated; likewise ValueError.
-        ValueError: ranks disagree.
+    The grid of the ranks is the same whatever method a rank asks for. Raises TypeError or ValueError, as a rank has
+    stated it, or ValueError if ranks disagree.
     """
     row = _gathered(statement, ranks.inner)
     statements: list[Statement] = [s for rows in _gathered(row, ranks.outer) for s in rows]
@@ -48,16 +43,7 @@ def check(ranks: Ranks, statement: Statement) -> None:
 
 
 def check_if_asked(group: Group | Ranks, stated: Callable[[], Mapping[str, str]]) -> None:
-    """Checks this rank's arguments and, with ``FLASH_ATTN_CUTE_CHECK=1``, compares all ranks' as ``check`` does.
-
-    Args:
-        group: as in ``on_all_ranks``.
-        stated: gives this rank's statement, or raises what is wrong with its arguments.
-
-    Raises:
-        TypeError: what a rank's statement has raised, this rank's alone unless ranks are compared; likewise ValueError.
-        ValueError: ranks are compared, and disagree.
-    """
+    """``on_all_ranks`` of arguments from which nothing but a statement is found."""
     on_all_ranks(group, stated, lambda statement: statement)
 
 
@@ -70,12 +56,9 @@ def on_all_ranks(
 
     Args:
         group: a user's argument, or the grid that it is, as in ``check``.
-        find: what is called, or raises what is wrong with this rank's arguments.
-        stated: gives this rank's statement by what has been found; None: ranks that find it call ``check`` later.
-
-    Raises:
-        TypeError: what either has raised, on all ranks if they are compared; likewise ValueError.
-        ValueError: ranks are compared, and disagree.
+        find: what is called, or raises TypeError or ValueError for this rank's arguments.
+        stated: gives this rank's statement by what has been found, for ``check``; None: ranks that find it call that
+            later.
     """
     is_asked = not torch.compiler.is_compiling() and settings.check_data()
     try:

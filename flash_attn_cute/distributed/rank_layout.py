@@ -38,7 +38,6 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the group."""
         return self.queries.num_ranks
 
     @cached_property

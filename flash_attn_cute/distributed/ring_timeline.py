@@ -45,10 +45,8 @@ class Steps(NamedTuple):
 def finished(computing: Tensor, keys: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> float:
     """Seconds until the last rank has finished; those of each rank in each step are given.
 
-    Args:
-        computing: of its calls.
-        keys: of a message with keys and values for the next step.
-        sums: in a backward pass, of messages with gradients: for keys of the next step, and for its own keys.
+    ``computing`` is of its calls, ``keys`` of a message with keys and values for the next step. In a backward pass
+    ``sums`` are of messages with gradients: for keys of the next step, and for its own keys.
     """
     now = line = summed = computing.new_zeros(len(computing))  # computed, exchanged, gradients exchanged
     for t, (took, arriving) in enumerate(zip(computing.T, keys.T, strict=True)):

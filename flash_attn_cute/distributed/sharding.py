@@ -270,12 +270,7 @@ class Sharding:
         return len(self.segments)
 
     def _of(self, rank: int) -> tuple[Segment, ...]:
-        """The segments of a rank.
-
-        Raises:
-            TypeError: a rank that is no int.
-            ValueError: a rank that there is not.
-        """
+        """The segments of a rank."""
         check_int("rank", rank)
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
@@ -436,11 +431,7 @@ class Sharding:
 
 
 def of_handle(handle: Tensor) -> Sharding:
-    """The sharding that a handle stands for.
-
-    Raises:
-        RuntimeError: the caller has not kept it.
-    """
+    """The sharding that a handle stands for; raises RuntimeError if the caller has not kept it."""
     found = _by_number.get(int(handle))
     if found is None:
         raise RuntimeError(
@@ -450,23 +441,14 @@ def of_handle(handle: Tensor) -> Sharding:
 
 
 def check_sequence(name: str, given: Any) -> Iterable[Any]:
-    """Returns an argument that is to be a sequence.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Returns an argument that is to be a sequence; raises TypeError if it is none."""
     if not isinstance(given, Iterable):
         raise TypeError(f"{name}: expected a sequence, got {given!r}")
     return given
 
 
 def check_dimension(name: str, x: Any, dim: Any) -> None:
-    """Checks that a tensor has a dimension of rows.
-
-    Raises:
-        TypeError: no tensor, or a dimension that is no int.
-        ValueError: a tensor without that dimension.
-    """
+    """Raises TypeError for no tensor, or a dimension that is no int, and ValueError if the tensor lacks it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     check_int(name, dim, "an int as its dimension of rows")
@@ -496,11 +478,7 @@ def checked_window(causal: bool, window_size: Window) -> Window:
 
 
 def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tuple[int, ...]:
-    """The real rows of each document.
-
-    Raises:
-        ValueError: not as many lengths as documents, or one that is negative or longer than its document.
-    """
+    """The real rows of each document; raises ValueError unless there is a length for each, from 0 to its rows."""
     slots = [stop - start for start, stop in itertools.pairwise(offsets)]
     if used is None:
         return tuple(slots)
@@ -514,11 +492,7 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
 
 
 def numbers(name: str, given: Numbers) -> tuple[int, ...]:
-    """Lengths or offsets as ints.
-
-    Raises:
-        TypeError: something else than a sequence of ints, or than a tensor of one dimension of them.
-    """
+    """Lengths or offsets as ints; raises TypeError for all but a sequence, or a tensor of one dimension, of them."""
     if isinstance(given, Tensor):
         listed = given.tolist() if given.ndim == 1 else None
         got = f"{given.dtype} of shape {tuple(given.shape)}"

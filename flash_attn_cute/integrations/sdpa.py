@@ -108,11 +108,7 @@ def scaled_dot_product_attention(
 
 
 def _causal_of(bias: CausalBias, query: Tensor, key: Tensor) -> tuple[bool, bool]:
-    """Whether a causal bias is aligned to the top left, and whether to the bottom right.
-
-    Raises:
-        ValueError: a bias of other lengths.
-    """
+    """Whether a causal bias is aligned to the top left, and whether to the bottom right."""
     lengths = (bias.seq_len_q, bias.seq_len_kv)
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ValueError(

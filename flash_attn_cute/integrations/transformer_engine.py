@@ -159,9 +159,6 @@ def _of_equal_lengths(queries: _Sequences, keys: _Sequences) -> tuple[_Sequences
     """Queries and keys over ranks, where offsets are those of the sharding and so the same, with the same lengths.
 
     Both get one tensor, by which a sharding that keeps other lengths of keys than of queries is refused.
-
-    Raises:
-        ValueError: the lengths are on the host and differ.
     """
     if queries.lengths is None and keys.lengths is None:
         return queries, keys

@@ -80,11 +80,7 @@ def _beside(check: Any) -> Any:
 
 
 def _name_for(model: Any) -> str:
-    """The name of our implementation in models of a class.
-
-    Raises:
-        ValueError: the class does not call registered functions, or transformers itself refuses it for "sdpa".
-    """
+    """The name of our implementation in models of a class."""
     sources = [_source(base) for base in model.__mro__ if issubclass(base, nn.Module)]
     asks_by_name = any(re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", x) for x in sources)
     if asks_by_name or not model._can_set_attn_implementation():
@@ -234,11 +230,7 @@ def attend(
 
 
 def _refuse(dropout: float, cache: object, output_attentions: bool | None, **others: object) -> None:
-    """Refuses what is not supported, and what is not known.
-
-    Raises:
-        ValueError: any of it.
-    """
+    """Refuses what is not supported, and what is not known."""
     if dropout:
         raise ValueError(
             f"dropout: expected 0.0, dropout of attention weights is not supported, got {dropout}; in the model's "
@@ -260,11 +252,7 @@ def _refuse(dropout: float, cache: object, output_attentions: bool | None, **oth
 
 
 def _check_shapes(qkv: dict[str, Tensor]) -> None:
-    """Checks the dimensions of query, key and value, and that a batch is one entry or that of the others.
-
-    Raises:
-        ValueError: another number of dimensions, or another batch.
-    """
+    """Checks the dimensions of query, key and value, and that a batch is one entry or that of the others."""
     for name, x in qkv.items():
         if x.ndim != 4:
             raise ValueError(f"{name}: expected shape (batch, heads, rows, d), got shape {tuple(x.shape)}")
@@ -282,11 +270,7 @@ def _rows_first(x: Tensor, batch: int) -> Tensor:
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, q: Tensor, k: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether the layer says that queries do not see the keys behind their own position.
-
-    Raises:
-        ValueError: no mask, and the layer does not say it, or not of which keys.
-    """
+    """Whether the layer says that queries do not see the keys behind their own position."""
     said = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if attention_mask is None and q.shape[1] > 1 and said is None:
         raise ValueError(
@@ -297,12 +281,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None, q: Tensor, k: Tensor, 
 
 
 def _side(sliding_window: int | None, pattern: Pattern) -> int | None:
-    """How far a query sees at most by what the layer says, and by what its mask says.
-
-    Raises:
-        TypeError: a sliding_window that is no int.
-        ValueError: a sliding_window of no keys.
-    """
+    """How far a query sees at most by what the layer says, and by what its mask says."""
     if sliding_window is None:
         return pattern.window
     sliding_window = api.check_int("sliding_window", sliding_window, "None or an int")
@@ -316,13 +295,7 @@ def _side(sliding_window: int | None, pattern: Pattern) -> int | None:
 
 
 def _check_offsets(*offsets: object, attention_mask: Tensor | None) -> None:
-    """Checks what batches are packed by.
-
-    Raises:
-        TypeError: offsets that are no tensor.
-        ValueError: not all four of the arguments, without which sequences would see each other; or a mask that hides
-            more than they do.
-    """
+    """Checks what batches are packed by."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     for name, x in zip(names, offsets, strict=True):
         if x is None:
@@ -346,12 +319,7 @@ def _as_int32(offsets: Tensor) -> Tensor:
 def _mask_and_bias(
     attention_mask: Tensor | None, position_bias: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Turns tensors over all scores into arguments of ours.
-
-    Raises:
-        TypeError: an attention_mask of integers.
-        ValueError: an attention_mask that has not four dimensions.
-    """
+    """Turns tensors over all scores into arguments of ours."""
     bias, mask = position_bias, None
     if attention_mask is not None:
         if attention_mask.ndim != 4:
@@ -377,11 +345,7 @@ def _mask_and_bias(
 def _selected(
     module: nn.Module, indices: Tensor | None, block_indices: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Which keys a layer has selected, as a mask; None if it does not select.
-
-    Raises:
-        ValueError: blocks of an unknown size, numbers of another shape, or, on a CPU, of no key or block.
-    """
+    """Which keys a layer has selected, as a mask; None if it does not select."""
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if indices is not None and (indices.ndim != 3 or indices.shape[:2] != (batch, seqlen_q)):
         raise ValueError(f"indices: expected shape ({batch}, {seqlen_q}, selected), got shape {tuple(indices.shape)}")
@@ -409,11 +373,7 @@ def _selected(
 
 
 def _marked(name: str, x: Tensor, numbers: Tensor) -> Tensor:
-    """True in those columns of False.
-
-    Raises:
-        ValueError: a number of no column, which PyTorch notices on a CPU.
-    """
+    """True in those columns of False."""
     try:
         return x.scatter(-1, numbers.long(), value=True)
     except RuntimeError as error:

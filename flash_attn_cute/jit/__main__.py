@@ -94,11 +94,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 
 
 def _passes(chosen: argparse.Namespace) -> list[Any]:
-    """Passes that were asked for, or all that the architecture has but those that few need.
-
-    Raises:
-        ValueError: it lacks one that was asked for, or the features are not those of a call that runs it.
-    """
+    """Passes that were asked for, or all that the architecture has but those that few need."""
     has = _ARCHITECTURES[chosen.architecture].passes
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:

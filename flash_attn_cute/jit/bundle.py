@@ -26,12 +26,7 @@ class Bundle:
     """An opened bundle. Its index has been read and verified; code is, when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the index.
-
-        Raises:
-            DamagedBundleError: the index is not what the file's name says.
-            OSError: the file cannot be opened, by the variable's name.
-        """
+        """Reads the index; raises DamagedBundleError if it is not what the file's name says, or OSError."""
         self.path = path
         with _opened_file(path) as file:
             index = file.readline()
@@ -41,12 +36,7 @@ class Bundle:
         self.index: dict[str, dict[str, Any]] = json.loads(index)
 
     def read(self, name: str) -> bytes | None:
-        """The code of a kernel; None if the bundle has none of that name.
-
-        Raises:
-            DamagedBundleError: the code is not what the index says.
-            OSError: the file cannot be read.
-        """
+        """The code of a kernel, or None; raises DamagedBundleError if it is not what the index says, or OSError."""
         entry = self.index.get(name)
         if entry is None:
             return None
@@ -67,12 +57,7 @@ def opened(path: Path) -> Bundle:
 def write(folder: Path, kernels: Iterable[tuple[dict[str, Any], str, bytes]]) -> Path:
     """Writes a bundle, whole or not at all, and returns its path. The same kernels give the same bytes.
 
-    Args:
-        folder: where to; it is made if there is none.
-        kernels: what each was made from, its name, and its code.
-
-    Raises:
-        OSError: the file cannot be written.
+    Kernels are what each was made from, its name, and its code. The folder is made if there is none.
     """
     index, codes = {}, []
     start = 0

@@ -62,10 +62,8 @@ def kernel(config: Any) -> Callable[..., None]:
 def compiling_beside(needed_next: Callable[[], Any]) -> Iterator[None]:
     """Has another process compile a kernel that will be needed next, if one has to be compiled meanwhile.
 
-    It comes here through the folder on disk. Where there is none, nothing is done.
-
-    Args:
-        needed_next: gives its configuration, or None; called where a kernel is about to be compiled.
+    It comes here through the folder on disk. Where there is none, nothing is done. ``needed_next`` gives its
+    configuration, or None, and is called where a kernel is about to be compiled.
     """
     token = _needed_next.set(needed_next)
     try:

@@ -49,12 +49,7 @@ class Folder:
     """An open folder of compiled kernels, or of other entries; a context manager that closes it."""
 
     def __init__(self, path: Path, *, create: bool = True, kind: str = "kernel") -> None:
-        """Opens the folder, which is made if it does not exist and ``create`` is True.
-
-        Args:
-            path: the folder.
-            create: whether to make it.
-            kind: the last part of its entries' names.
+        """Opens the folder, which is made if there is none and ``create`` is True; ``kind`` ends its entries' names.
 
         Raises:
             UnsafeFolderError: it is a symbolic link, belongs to another user, or others can write to it.
@@ -85,11 +80,7 @@ class Folder:
         return None if parsed is None else parsed[1]
 
     def write(self, name: str, identity: dict[str, Any], code: bytes) -> None:
-        """Puts an entry into the folder, in the place of any other of its name.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Puts an entry into the folder, in the place of any other of its name; raises OSError if it cannot."""
         body = json.dumps(identity).encode() + b"\n" + code
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         try:
@@ -105,16 +96,10 @@ class Folder:
     def lock(self, name: str, *, waits: bool = True) -> Iterator[bool | None]:
         """Holds the entry's lock; it ends with the process at the latest. Gives whether it is held.
 
-        Where the file system has no locks, as some network file systems, the lock is one of this machine, in the folder
-        for temporary files. If there is none either, it gives None, and nothing waits: processes may then make the same
-        entry, and the last one's stays, as entries appear whole.
-
-        Args:
-            name: of the entry.
-            waits: whether to wait until no other process holds it; else it gives False if one does.
-
-        Raises:
-            OSError: the lock's file cannot be made.
+        Where another process has it, this one waits, unless ``waits`` is False. Where the file system has no locks, as
+        some network file systems, the lock is one of this machine, in the folder for temporary files. If there is none
+        either, it gives None, and nothing waits: processes may then make the same entry, and the last one's stays, as
+        entries appear whole. Raises OSError if the lock's file cannot be made.
         """
         with ExitStack() as stack:
             is_held = stack.enter_context(self._locked(name, waits=waits))
@@ -149,11 +134,7 @@ class Folder:
                 os.close(descriptor)
 
     def entries(self) -> list[Entry]:
-        """All entries, the oldest first.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """All entries, the oldest first."""
         found = []
         for match in self._ours(self._kind):
             with suppress(FileNotFoundError):  # removed meanwhile
@@ -167,9 +148,6 @@ class Folder:
         """Removes everything that this class puts into a folder and nothing else; returns the number of entries.
 
         A process that compiles meanwhile is not disturbed; another one may then compile the same kernel.
-
-        Raises:
-            OSError: a file cannot be removed.
         """
         kernels = 0
         for match in self._ours():

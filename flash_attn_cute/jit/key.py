@@ -32,13 +32,8 @@ _COMPILERS = (
 def identity(config: Any) -> dict[str, Any]:
     """Everything that the code of a kernel follows from, as JSON: its configuration, the sources, the compiler.
 
-    Imports cutlass.
-
-    Args:
-        config: a frozen dataclass of numbers, strings and booleans.
-
-    Raises:
-        NoCompilerError: cutlass cannot be imported.
+    The configuration is a frozen dataclass of numbers, strings and booleans. Imports cutlass, or raises
+    NoCompilerError.
     """
     return {
         "kind": f"{type(config).__module__}.{type(config).__qualname__}",

@@ -122,10 +122,7 @@ def merge_runs(rows_q: Sequence[Rows], rows_k: Sequence[Rows], packed: bool) -> 
 def padding(rows: Sequence[Rows], x: Tensor, packed: bool) -> list[tuple[int | slice, ...]]:
     """Indices into the leading dimensions of x of everything that no sequence owns.
 
-    Args:
-        rows: the real rows of each sequence, in ascending order.
-        x: (total, ...) if packed, else (batch, seqlen, ...).
-        packed: which of the two.
+    x is (total, ...) if packed, else (batch, seqlen, ...); ``rows``, the real ones of each sequence, ascend.
     """
     if not packed:
         return [(b, slice(r.length, None)) for b, r in enumerate(rows) if r.length < x.shape[1]]

@@ -33,11 +33,7 @@ def as_int(value: Any) -> int | None:
 
 
 def check_int(name: str, value: Any, expected: str = "an int") -> int:
-    """Checks an argument that is to be an int of any kind; returns it as ``as_int`` does.
-
-    Raises:
-        TypeError: none, naming the argument and what was expected.
-    """
+    """Returns an argument that is to be an int of any kind as ``as_int`` does; raises TypeError for anything else."""
     number = as_int(value)
     if number is None:
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
@@ -45,11 +41,7 @@ def check_int(name: str, value: Any, expected: str = "an int") -> int:
 
 
 def check_layout(name: str, x: Tensor) -> None:
-    """Checks that a tensor is strided, and neither sparse nor nested.
-
-    Raises:
-        TypeError: another layout.
-    """
+    """Raises TypeError unless a tensor is strided, and neither sparse nor nested."""
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
 

@@ -1,4 +1,7 @@
-"""The types of arguments that several commands have, and how a command ends."""
+"""The types of arguments that several commands have, and how a command ends.
+
+Types raise argparse.ArgumentTypeError for texts that are none.
+"""
 
 import argparse
 import os
@@ -13,11 +16,7 @@ import torch
 
 
 def at_least(least: int, text: str) -> int:
-    """A whole number that is not below a bound.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
+    """A whole number that is not below a bound."""
     try:
         value = int(text)
     except ValueError:
@@ -28,21 +27,17 @@ def at_least(least: int, text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number that counts something, 1 or more. Raises as ``at_least`` does."""
+    """A whole number that counts something, 1 or more."""
     return at_least(1, text)
 
 
 def natural(text: str) -> int:
-    """A whole number, 0 or more. Raises as ``at_least`` does."""
+    """A whole number, 0 or more."""
     return at_least(0, text)
 
 
 def multiple_of(unit: int, text: str) -> int:
-    """A whole number of units, at least one of them.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
+    """A whole number of units, at least one of them."""
     value = positive(text)
     if value % unit:
         raise argparse.ArgumentTypeError(f"expected a multiple of {unit}, got {value}")
@@ -50,11 +45,7 @@ def multiple_of(unit: int, text: str) -> int:
 
 
 def existing_file(text: str) -> Path:
-    """The path of a file.
-
-    Raises:
-        argparse.ArgumentTypeError: there is none.
-    """
+    """The path of a file that is there."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
     return Path(text)
@@ -75,11 +66,7 @@ def make_folder(parser: argparse.ArgumentParser, option: str, path: Path) -> Non
 
 
 def device(text: str) -> torch.device:
-    """The CPU, or a GPU that PyTorch sees.
-
-    Raises:
-        argparse.ArgumentTypeError: the text names neither.
-    """
+    """The CPU, or a GPU that PyTorch sees."""
     try:
         found = torch.device(text)
     except RuntimeError:
@@ -92,11 +79,7 @@ def device(text: str) -> torch.device:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """A regular expression.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
+    """A regular expression."""
     try:
         return re.compile(text)
     except re.error as error:

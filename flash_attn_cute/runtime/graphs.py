@@ -36,15 +36,7 @@ _of_parent: list[_Read] = []
 
 
 def keep(stream: int, value: Any) -> None:
-    """Keeps a value for the graph that a stream is capturing, and lets go of what earlier graphs have kept.
-
-    Args:
-        stream: the stream's handle.
-        value: holds the tensors that the graph reads.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """Keeps a value for the graph that a stream, by its handle, is capturing, and lets go of what earlier ones keep."""
     release()
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     outputs = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None

@@ -44,13 +44,10 @@ class Kept(Generic[T]):
     """
 
     def __init__(self, value: T, device: torch.device, *, is_new: bool = True) -> None:
-        """Notes the current stream of a device.
+        """Notes the current stream of a device, which is that of the tensors in the value.
 
-        Args:
-            value: tensors, or tuples, lists, dictionaries and objects of this package that hold some.
-            device: theirs.
-            is_new: it has been computed just now, and others wait for that alone; else they wait for all that the
-                stream has been given by the time they ask.
+        These may be in tuples, lists, dictionaries and objects of this package. ``is_new``: it has been computed just
+        now, and others wait for that alone; else they wait for all that the stream has been given by the time they ask.
         """
         self.value = value
         # The GPU; None where nothing is to be done: elsewhere, and in a graph, which owns what it computes.
@@ -63,11 +60,7 @@ class Kept(Generic[T]):
             _on_gpus.add(self)
 
     def get(self) -> T:
-        """The value, ready to be read by the current stream.
-
-        Raises:
-            RuntimeError: this process has been forked from the one that made it, and cannot use a GPU.
-        """
+        """The value, ready to be read by the current stream; RuntimeError in a process forked from its maker's."""
         gpu = self._gpu
         if gpu is not None and not torch.compiler.is_compiling():  # a compiled program has it among its inputs
             stream = torch._C._cuda_getCurrentRawStream(gpu)
@@ -117,14 +110,9 @@ class Sources:
         self._kept = None if gpu is None else Kept(self._tensors, gpu, is_new=False)
 
     def use(self, named: dict[str, list[Tensor]], *, checked: bool = True) -> None:
-        """Has the current stream read them.
+        """Has the current stream read them, and raises ValueError if one of them has been written to.
 
-        Args:
-            named: what they are now.
-            checked: whether they have to be what they were. A graph or a compiled program reads them when it runs.
-
-        Raises:
-            ValueError: one of them has been written to.
+        Not ``checked``: they may have been, as a graph or a compiled program reads them when it runs.
         """
         if torch.compiler.is_compiling():
             return
@@ -146,16 +134,10 @@ def _versions(named: dict[str, list[Tensor]]) -> dict[str, list[tuple[int, int]]
 
 
 def made(store: Store, key: Hashable, device: torch.device, make: Callable[[], T], *, in_thread: bool = False) -> T:
-    """Finds what an owner keeps under a key, ready for the current stream, or makes it now.
+    """Finds what an owner keeps under a key, ready for the current stream, or makes it now, in none of PyTorch's modes.
 
-    Threads that ask at the same time get one thing. Nothing is kept of what fails.
-
-    Args:
-        store: the owner's.
-        key: what is asked for.
-        device: that of its tensors.
-        make: makes it, in none of PyTorch's modes.
-        in_thread: always in another thread, see ``apart``.
+    Threads that ask at the same time get one thing. Nothing is kept of what fails. ``device`` is that of its tensors;
+    ``in_thread``: always in another thread, see ``apart``.
     """
     while True:
         there = store.get(key)

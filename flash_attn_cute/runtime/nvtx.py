@@ -16,12 +16,7 @@ _OFF = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range around a ``with`` block, named after the package and ``name``; nothing while ranges are off.
-
-    Raises:
-        RuntimeError: on entry, ranges are on and this PyTorch has no NVTX.
-        ValueError: ``FLASH_ATTN_CUTE_NVTX`` holds anything but ``0`` or ``1``.
-    """
+    """A range around a ``with`` block, named after the package and ``name``; nothing while ranges are off."""
     return _range(f"flash_attn_cute {name}") if settings.nvtx() else _OFF
 
 

@@ -1,6 +1,7 @@
 """Every environment variable the package reads, in one place; ``docs/environment.md`` says what each is for.
 
-The compiler's own (``CUTE_DSL_*``) are read as they are: kernels compiled under other ones are other kernels.
+A variable that holds anything else than its function says raises ValueError. The compiler's own (``CUTE_DSL_*``) are
+read as they are: kernels compiled under other ones are other kernels.
 """
 
 import functools
@@ -11,31 +12,19 @@ from pathlib import Path
 # Both switches are read once: os.environ takes longer than a call can spare for something that is off.
 @functools.cache
 def check_data() -> bool:
-    """Whether every call verifies the values of its offsets (``FLASH_ATTN_CUTE_CHECK``).
-
-    Raises:
-        ValueError: the variable holds anything but ``0`` or ``1``.
-    """
+    """Whether every call verifies the values of its offsets (``FLASH_ATTN_CUTE_CHECK``, 0 or 1)."""
     return _switch("FLASH_ATTN_CUTE_CHECK")
 
 
 @functools.cache
 def nvtx() -> bool:
-    """Whether passes and compiling are marked with NVTX ranges (``FLASH_ATTN_CUTE_NVTX``).
-
-    Raises:
-        ValueError: the variable holds anything but ``0`` or ``1``.
-    """
+    """Whether passes and compiling are marked with NVTX ranges (``FLASH_ATTN_CUTE_NVTX``, 0 or 1)."""
     return _switch("FLASH_ATTN_CUTE_NVTX")
 
 
 @functools.cache
 def selfcheck() -> str:
-    """How the self-check of kernels is used, "0", "1" or "force" (``FLASH_ATTN_CUTE_SELFCHECK``).
-
-    Raises:
-        ValueError: the variable holds anything else.
-    """
+    """How the self-check of kernels is used, "0", "1" or "force" (``FLASH_ATTN_CUTE_SELFCHECK``)."""
     value = os.environ.get("FLASH_ATTN_CUTE_SELFCHECK", "1")
     if value not in ("0", "1", "force"):
         raise ValueError(f"FLASH_ATTN_CUTE_SELFCHECK: expected 0, 1 or force, got {value!r}")
@@ -43,11 +32,9 @@ def selfcheck() -> str:
 
 
 def cache_dir() -> Path | None:
-    """The folder of compiled kernels (``FLASH_ATTN_CUTE_CACHE_DIR``); None if none are kept on disk.
+    """The folder of compiled kernels (``FLASH_ATTN_CUTE_CACHE_DIR``, an absolute path or 0); None if it is 0.
 
-    Raises:
-        ValueError: the variable holds neither an absolute path nor ``0``.
-        FileNotFoundError: it is not set, and the user has no home.
+    Raises FileNotFoundError if it is not set, and the user has no home.
     """
     value = os.environ.get("FLASH_ATTN_CUTE_CACHE_DIR")
     if value is None:
@@ -65,11 +52,7 @@ def cache_dir() -> Path | None:
 
 
 def bundle() -> Path | None:
-    """The bundle of compiled kernels (``FLASH_ATTN_CUTE_BUNDLE``); None if there is none.
-
-    Raises:
-        ValueError: the variable does not hold an absolute path.
-    """
+    """The bundle of compiled kernels (``FLASH_ATTN_CUTE_BUNDLE``, an absolute path); None if there is none."""
     value = os.environ.get("FLASH_ATTN_CUTE_BUNDLE")
     if value is None:
         return None

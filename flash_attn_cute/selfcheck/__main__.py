@@ -30,11 +30,7 @@ from flash_attn_cute.selfcheck.verdict import Check, Gpu, Verdict
 
 
 def gpu_of(index: int) -> Gpu:
-    """The GPU of a number.
-
-    Raises:
-        ValueError: there is none, or it has no kernels.
-    """
+    """The GPU of a number; raises ValueError if there is none, or it has no kernels."""
     count = torch.cuda.device_count()
     if index >= count:
         numbers = "a GPU, but PyTorch sees none" if not count else f"a GPU's number, 0 to {count - 1}"

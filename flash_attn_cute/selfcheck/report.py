@@ -45,11 +45,7 @@ def commands(folder: Path) -> list[Command]:
 
 
 def begin(folder: Path) -> None:
-    """Makes the folder of a report.
-
-    Raises:
-        FileExistsError: there is something in it already.
-    """
+    """Makes the folder of a report; raises FileExistsError if there is something in it already."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"--report: expected a new or empty folder, got {folder}")

@@ -60,10 +60,7 @@ def run(
     """Runs steps one after the other; a family that failed is not asked for again.
 
     The process that runs them is given the request; all its output goes to the log. ``say`` receives a line for each
-    step that is over.
-
-    Raises:
-        OSError: the process cannot be started.
+    step that is over. Raises OSError if the process cannot be started.
     """
     failed: dict[str, str] = {}
     unjudged: dict[str, str] = {}

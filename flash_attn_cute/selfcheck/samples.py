@@ -105,11 +105,7 @@ class Drawn:
         return x.expand(sizes)
 
     def compare(self, found: dict[str, Tensor]) -> None:
-        """Compares results with the truth.
-
-        Raises:
-            WrongResultError: which result is wrong, by how much and what was expected.
-        """
+        """Raises WrongResultError if a result is wrong: which one, by how much and what was expected."""
         truth = {name: x for name, x in self.truth._asdict().items() if x is not None}
         bounds = _exact_bounds if self.sample.exact else self._bounds
         single = {name: self._first(name, x) for name, x in found.items()}

@@ -128,12 +128,8 @@ def families_of_call(
 ) -> frozenset[str]:
     """The families that a call may come to, in either pass and of any part of its sequences.
 
-    Args:
-        architecture: whose kernels.
-        d: columns of q and k.
-        d_v: columns of v.
-        flags: those of ``Features`` that are on: left, right, mask, block_mask, bias and max_logits matter.
-        rows: a sequence's of queries and of keys, on average, at most. None: any number.
+    ``flags``: those of ``Features`` that are on: left, right, mask, block_mask, bias and max_logits matter. ``rows``: a
+    sequence's of queries and of keys, on average, at most; None: any number.
     """
     features = Features(**dict.fromkeys(flags, True))
     found = {TOGETHER}

@@ -110,12 +110,7 @@ def read(folder: disk.Folder, name: str, since: float = 0.0) -> Verdict | None:
 
 
 def stored(gpu: Gpu, since: float = 0.0) -> Verdict | None:
-    """The verdict on a GPU that is on disk, if there is one.
-
-    Raises:
-        OSError: the folder cannot be read.
-        UnsafeFolderError: others could have written to it.
-    """
+    """The verdict on a GPU that is on disk, if there is one, made after ``since``; raises as ``made`` does."""
     path = settings.cache_dir()
     if path is None:
         return None
@@ -129,13 +124,9 @@ def stored(gpu: Gpu, since: float = 0.0) -> Verdict | None:
 def made(gpu: Gpu, since: float = 0.0, *, say: Callable[[str], None], check: "Check | None" = None) -> Verdict | str:
     """The verdict on a GPU, made now if there is none; or why none can be made.
 
-    Of processes that share the folder, and of those of a machine, one runs the check and the others wait for it.
-
-    Args:
-        gpu: the GPU.
-        since: no verdict made before that is taken, seconds since the epoch.
-        say: receives a line about what this process waits for.
-        check: runs the check; None: ``checked``.
+    Of processes that share the folder, and of those of a machine, one runs the check (None: ``checked``) and the others
+    wait for it; ``say`` receives a line about that. No verdict made before ``since``, in seconds since the epoch, is
+    taken.
 
     Raises:
         OSError: the folder cannot be written to, or no process started.

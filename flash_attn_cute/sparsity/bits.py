@@ -18,14 +18,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def pack(elements: Tensor) -> Tensor:
-    """Packs blocks given element by element into tiles.
-
-    Args:
-        elements: (..., 128 queries, 128 keys), bool.
-
-    Returns:
-        (..., 128, 4), int32.
-    """
+    """Packs elements of blocks (..., 128 queries, 128 keys), bool, into tiles (..., 128, 4), int32."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=elements.device)
     eights = elements.contiguous().view(torch.uint8).unflatten(-1, (TILE // 8, 8))
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
@@ -45,14 +38,9 @@ def visible_keys(tiles: Tensor) -> Tensor:
 
 
 def between(first: Tensor, last: Tensor) -> Tensor:
-    """Tiles in which each query attends to the keys first .. last, or to none if last < first.
+    """Tiles (n, 128, 4), int32, in which each query attends to the keys first .. last, or to none if last < first.
 
-    Args:
-        first: (n, 128), int64: counted from the first key of the block; below 0 and above 127 are fine.
-        last: (n, 128), int64: likewise.
-
-    Returns:
-        (n, 128, 4), int32.
+    Both are (n, 128), int64, and counted from the first key of the block; below 0 and above 127 are fine.
     """
     word = 32 * torch.arange(WORDS, device=first.device)
     start, stop = ((x[:, :, None] - word).clamp_(0, 32) for x in (first, last + 1))
@@ -61,15 +49,9 @@ def between(first: Tensor, last: Tensor) -> Tensor:
 
 
 def cut(tiles: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Tiles without their bits beyond the last query and key.
+    """Tiles (n, 128, 4), int32, without their bits beyond the last query and key.
 
-    Args:
-        tiles: (n, 128, 4), int32.
-        queries: (n,): how many queries of each block exist; 128 or more for all.
-        keys: (n,): likewise.
-
-    Returns:
-        (n, 128, 4), int32.
+    ``queries`` and ``keys``, (n,), are how many of each block exist; 128 or more for all.
     """
     device = tiles.device
     left = keys[:, None] - 32 * torch.arange(WORDS, device=device)
@@ -85,16 +67,10 @@ def kinds(tiles: Tensor) -> Tensor:
 
 
 def distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the distinct tiles, in the order of their first appearance.
+    """Finds the distinct tiles (n, 128, 4), int32, in the order of their first appearance.
 
     Tiles are compared by a hash of 64 bits. Afterwards the words are compared as well; if the hash has merged different
-    tiles, all are sorted in full.
-
-    Args:
-        tiles: (n, 128, 4), int32.
-
-    Returns:
-        (distinct, 128, 4), and the index of each of the n tiles among them, (n,) int64.
+    tiles, all are sorted in full. Returns them, and the index of each of the n tiles among them, (n,) int64.
     """
     words = tiles.flatten(1)
     if not len(words):
@@ -113,13 +89,9 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def by_first(unique: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Renumbers the values of ``torch.unique`` by their first appearance.
+    """Renumbers by first appearance: distinct values, and the index of each element's, as ``torch.unique`` gives them.
 
-    Args:
-        unique: distinct values, and the index of each element's value among them.
-
-    Returns:
-        The place of each value's first appearance, ascending; and the index of each element's value in that order.
+    Returns the place of each value's first appearance, ascending, and the index of each element's value in that order.
     """
     values, index = unique
     places = torch.arange(len(index), device=index.device)

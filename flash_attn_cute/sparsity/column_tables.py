@@ -23,11 +23,8 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 def launch_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch:
     """Finds the launch of a mask in a given order. Only ``"permutation"`` and ``"auto"`` wait for the device.
 
-    Args:
-        order: a name of ``launch_orders.NAMES``, or a launch order as ``launch_orders.checked`` returns it.
-        rows: of the mask.
-        sizes: of the mask.
-        group: heads that share an order.
+    The order is a name of ``launch_orders.NAMES``, or a launch order as ``launch_orders.checked`` returns it, which
+    ``group`` heads share.
     """
     device = rows.spans.device
     if isinstance(order, Tensor):
@@ -58,10 +55,10 @@ def steps(rows: BlockRows, sizes: Sizes) -> Tensor:
 
 
 def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, m_block_order: Tensor | None = None) -> BlockColumns:
-    """Makes the columns of rows under a launch order; nothing waits for the device.
+    """Makes the columns of a mask's rows under a launch order; nothing waits for the device.
 
     Args:
-        rows: of a mask.
+        rows: of the mask.
         order: (1 or batch, 1 or a divisor of heads, blocks_k), int32: key blocks in launch order, permutations of
             0 .. blocks_k - 1. Heads that share an order are neighbours. None: last keys first, which takes no sorting
             as rows ascend.
@@ -108,17 +105,11 @@ def half_columns(
     m_block_order: Tensor | None = None,
     most: int | None = None,
 ) -> BlockColumns:
-    """Makes the columns of blocks of 64 keys, and of 64 queries; further arguments are those of ``columns``.
+    """Makes the columns of blocks of 64 keys, and of 64 queries; other arguments are those of ``columns``.
 
     A block of 128 is launched as its second half, then its first one, so that last keys come first in either size.
-
-    Args:
-        rows: of a mask.
-        order: see ``columns``.
-        sizes: of the mask.
-        m_block_order: see ``columns``.
-        most: how many visible blocks of 64 x 64 there are at the most; backends size workspaces by the number of
-            entries. None: they are counted, which waits for the device.
+    ``most``: how many visible blocks of 64 x 64 there are at the most; backends size workspaces by the number of
+    entries. None: they are counted, which waits for the device.
     """
     blocks_q, blocks_k, device = sizes.blocks_q, sizes.blocks_k, rows.spans.device
     start, count = rows.spans.flatten(0, 2).unbind(1)
@@ -195,11 +186,7 @@ def _without_empty(entries: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def m_block_order_of(tables: BlockTables, sizes: Sizes) -> Tensor:
-    """The m_block order of columns, as ``columns`` takes it.
-
-    Raises:
-        ValueError: the tables have no columns.
-    """
+    """The m_block order of columns, as ``columns`` takes it; raises ValueError for tables without columns."""
     if tables.columns is None:
         raise ValueError("tables: expected some with columns, got rows alone: make them with backward=True")
     start, count = tables.columns.spans[1].flatten(0, 2).long().unbind(1)
@@ -228,12 +215,9 @@ def _reverse_launch_order(
 def _turns(adds: Tensor, row: Tensor, start: Tensor, end: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """Turns of entries, (3, entries), and how many entries add to the halves of each row, (2, rows); int32.
 
-    Args:
-        adds: (3, entries), bool.
-        row: (entries,), the row of each.
-        start: (rows,), the index of a row's first entry.
-        end: (rows,), the index behind its last one.
-        places: of entries, within each row in the reverse of the launch order; None if they have that order already.
+    ``adds``: (3, entries), bool. ``row``: (entries,), the row of each. ``start`` and ``end``: (rows,), the index of a
+    row's first entry, and behind its last one. ``places``: of entries, within each row in the reverse of the launch
+    order; None if they have that order already.
     """
     before = _counts_before(adds if places is None else adds[:, places])
     at_end = before.index_select(1, end)

@@ -48,12 +48,10 @@ class Documents(Node):
 
     @property
     def batch(self) -> int:
-        """Batch entries of the ids."""
         return self.ids_q.shape[0]
 
     @property
     def device(self) -> torch.device | None:
-        """Device of its tensors."""
         return self.ids_q.device
 
     @property

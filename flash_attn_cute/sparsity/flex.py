@@ -18,11 +18,7 @@ from flash_attn_cute.sparsity.score_blocks import Sizes
 def node_of(mask: Any) -> tuple[Node, int, int]:
     """Converts a mask of FlexAttention to an expression: its full blocks, and its function on its partial blocks.
 
-    Returns:
-        The expression, seqlen_q and seqlen_k.
-
-    Raises:
-        TypeError: not a ``BlockMask`` of FlexAttention.
+    Returns the expression, seqlen_q and seqlen_k. Raises TypeError for anything but a ``BlockMask`` of FlexAttention.
     """
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected FlexAttention's BlockMask, got {type(mask).__name__}")
@@ -39,12 +35,9 @@ def node_of(mask: Any) -> tuple[Node, int, int]:
 
 
 def _map_of(counts: Tensor, indices: Tensor, blocks_k: int) -> Tensor:
-    """A map of blocks (batch, heads, blocks_q, blocks_k), bool, from lists of them.
+    """A map of blocks (batch, heads, blocks_q, blocks_k), bool, from lists (batch, heads, blocks_q, n) of them.
 
-    Args:
-        counts: (batch, heads, blocks_q): how many blocks of each list count.
-        indices: (batch, heads, blocks_q, n): the blocks; those that do not count may be any number.
-        blocks_k: number of key blocks.
+    ``counts``, (batch, heads, blocks_q), are how many of each list count; the others may be any number.
     """
     is_counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     visible = torch.zeros((*counts.shape, blocks_k + 1), dtype=torch.bool, device=indices.device)

@@ -166,10 +166,9 @@ class Indices(PerHead):
         return (0b0011 if self.block_q == HALF else 0b1111) & (0b0101 if self.block_k == HALF else 0b1111)
 
     def _quarter_keys(self) -> Tensor:
-        """Sort keys of the parts of blocks of 128 in each row: 4 * block + 2 * half of the queries + half of the keys.
+        """Sort keys (batch, heads, blocks_q, ...), int32, of the parts of blocks of 128 in each row.
 
-        Returns:
-            (batch, heads, blocks_q, ...), int32. Keys out of range are no part.
+        They are 4 * block + 2 * half of the queries + half of the keys. Keys out of range are no part.
         """
         sizes, indices = self.sizes, self._counted().clamp(-1, self.blocks_k).int()
         if self.block_k == HALF:
@@ -207,11 +206,8 @@ class Indices(PerHead):
         """Makes every tile that could be needed, and the code of each entry.
 
         Tile 16 * t + p shows the quarters p; t is 1 where the last query cuts the block, 2 where the last key does, and
-        3 where both do.
-
-        Args:
-            quarters: (batch, heads, blocks_q, n), int32: bits of the quarters that each entry has.
-            block: likewise, the key block of each entry.
+        3 where both do. Entries are (batch, heads, blocks_q, n), int32: bits of the quarters that each has, and its key
+        block.
         """
         sizes, device = self.sizes, quarters.device
         tiles, code = _tiles_of_quarters(device), quarters
@@ -259,10 +255,8 @@ def _lengths_of_tiles(real: Sequence[int], block: int, device: torch.device) -> 
 def _merged(keys: Tensor, absent: int, quarters_of_first: int) -> tuple[Tensor, Tensor]:
     """Blocks of sort keys, (..., n) ascending, each once and at the front, and the quarters that each has.
 
-    Args:
-        keys: (..., n), int32, see ``Indices._quarter_keys``.
-        absent: Keys below 0 and from here on are no part. Block ``absent // 4`` takes their places.
-        quarters_of_first: bits of the quarters that the first part of a block covers.
+    Keys below 0 and from ``absent`` on are no part. Block ``absent // 4`` takes their places. ``quarters_of_first``:
+    bits of the quarters that the first part of a block covers.
     """
     keys = keys.masked_fill(keys < 0, absent).clamp_(max=absent).sort(-1).values
     block = keys >> 2

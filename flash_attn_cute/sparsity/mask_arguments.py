@@ -68,18 +68,9 @@ def limited(number: int) -> int:
 
 
 def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, beside: Tensor | None = None) -> None:
-    """Checks a tensor of integers.
+    """Checks a strided tensor of int32 or int64, or raises TypeError; of one of ``ndims`` dimensions, or ValueError.
 
-    Args:
-        name: of the argument.
-        x: the argument.
-        ndims: numbers of dimensions that it may have.
-        shape: that is expected, as the error says it.
-        beside: a tensor on whose device it has to be.
-
-    Raises:
-        TypeError: not a strided int32 or int64 tensor.
-        ValueError: a wrong number of dimensions, or another device.
+    ``shape`` is what the error says was expected. ``beside``: a tensor on whose device it has to be.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -100,10 +91,9 @@ def ids_of(
     seqlen_q: int | None,
     seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Documents of queries and of keys, from the arguments of ``BlockMask.documents``.
+    """Documents of queries and of keys, from the arguments of ``BlockMask.documents``: copies (batch, seqlen), int64.
 
-    Returns:
-        Copies (batch, seqlen), int64; the same tensor twice where queries and keys have the same documents.
+    They are the same tensor twice where queries and keys have the same documents.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
@@ -191,12 +181,7 @@ def check_blocks(name: str, length: int | None, blocks: int, size: int) -> int:
 
 
 def check_block_lengths(lengths: Any, block: tuple[int, int], sizes: Sizes) -> list[int]:
-    """Checks real rows of blocks, of queries and keys alike; returns them as ints.
-
-    Raises:
-        TypeError: no integers.
-        ValueError: lengths on a GPU, out of range or of another number of blocks, or sizes that differ.
-    """
+    """Checks real rows of blocks, of queries and keys alike; returns them as ints."""
     if isinstance(lengths, Tensor):
         check_integers("block_lengths", lengths, (1,), "(blocks,)")
         if lengths.device.type != "cpu":

@@ -31,9 +31,8 @@ _COLOURS = 16
 def figure(mask: TabledMask, batch: int, head: int) -> Figure:
     """Draws a batch entry and head of a mask in blocks of 128 x 128, and the timeline of all heads.
 
-    Raises:
-        TypeError: a number of either that is no int.
-        ValueError: a batch entry or head that the mask does not have, or a mask without queries or keys.
+    Raises TypeError and ValueError for an entry or head that the mask does not have, or for one without queries or
+    keys.
     """
     for name, at, size in (("batch", batch, mask.batch), ("head", head, mask.heads)):
         if not 0 <= check_int(name, at) < size:
@@ -52,13 +51,7 @@ def figure(mask: TabledMask, batch: int, head: int) -> Figure:
 
 
 def animation(masks: Sequence[TabledMask], names: Sequence[str], path: Path) -> None:
-    """Writes a moving picture of one mask under several orders: the progress of a head, and the work of all CTAs.
-
-    Args:
-        masks: the same mask, in different orders.
-        names: of the orders.
-        path: of the GIF that is written.
-    """
+    """Writes a GIF of one mask under several orders, by name: the progress of a head, and the work of all CTAs."""
     drawn = Figure(figsize=(7.5, 2.4 * len(masks)), dpi=80, layout="constrained")
     axes = drawn.subplots(len(masks), 2, squeeze=False, width_ratios=(1, 2.4))
     lanes = []

@@ -78,20 +78,12 @@ class Node:
         return self._sources is None or self._sources.are_real
 
     def use(self, *, checked: bool = True) -> None:
-        """Prepares its tensors to be read by the current stream, see ``kept.Sources.use``.
-
-        Raises:
-            ValueError: one of them has been written to, if that is checked.
-        """
+        """Prepares its tensors for the current stream, see ``kept.Sources.use``; ValueError if one was written to."""
         if self._sources is not None:
             self._sources.use(self._named(), checked=checked)
 
     def to(self, device: torch.device) -> Node:
-        """Makes a node of copies of its tensors on a device.
-
-        Raises:
-            ValueError: they have been written to, or cannot be moved.
-        """
+        """Makes a node of copies of its tensors on a device; ValueError if they were written to, or cannot move."""
         self.use()
         moved: dict[int, Any] = {}
         for x in self._tensors().values():
@@ -138,8 +130,7 @@ class Node:
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """Range of key blocks in which each query block may have visible scores.
 
-        Returns:
-            The first key block and the one after the last, each broadcasting to (batch, heads, blocks_q), int64.
+        Returns the first key block and the one after the last, each broadcasting to (batch, heads, blocks_q), int64.
         """
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return zero, zero + sizes.blocks_k
@@ -151,8 +142,7 @@ class Node:
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
         """Pattern of each block: blocks of one pattern have equal tiles, of which one is made.
 
-        Returns:
-            Patterns (n,), int64, from 0 on, and an upper bound of them; None if they are unknown.
+        Returns patterns (n,), int64, from 0 on, and an upper bound of them; None if they are unknown.
         """
         return None
 
@@ -259,12 +249,10 @@ class Prefix(Node):
 
     @property
     def batch(self) -> int:
-        """Number of batch entries that differ."""
         return 1 if isinstance(self.lengths, int) else len(self.lengths)
 
     @property
     def device(self) -> torch.device | None:
-        """Device of its tensors."""
         return None if isinstance(self.lengths, int) else self.lengths.device
 
     def _length_of(self, blocks: Blocks) -> Tensor:
@@ -287,7 +275,6 @@ class Prefix(Node):
         return (self._length_of(blocks) - blocks.n * TILE).clamp(0, TILE), TILE + 1
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """Each query attends to an interval."""
         last = (self._length_of(blocks) - blocks.n * TILE - 1)[:, None].expand(-1, TILE)
         return bits.between(torch.zeros_like(last), last)
 
@@ -410,11 +397,7 @@ class Function(Node):
         return {"mask_mod": list(lookups.tensors_of(self.mask_mod))}
 
     def to(self, device: torch.device) -> Node:
-        """Refuses to move: a function may look up any tensors.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError, as a function may look up any tensors."""
         raise ValueError(
             f"device: expected {self.device}, as a mask_mod may look tensors up there, which cannot be moved, "
             f"got {device}: make it anew by from_function(..., device=...)"
@@ -422,17 +405,14 @@ class Function(Node):
 
     @property
     def batch(self) -> int:
-        """Batch entries that the function has."""
         return self.sets[0]
 
     @property
     def heads(self) -> int:
-        """Heads that the function has."""
         return self.sets[1]
 
     @property
     def device(self) -> torch.device:
-        """Device on which the function looks tensors up."""
         return self.on.device
 
     def elements(self, blocks: Blocks) -> Tensor:
@@ -462,7 +442,6 @@ class Combination(Node):
 
     @property
     def is_real(self) -> bool:
-        """Whether both expressions are real."""
         return self.a.is_real and self.b.is_real
 
     def use(self, *, checked: bool = True) -> None:
@@ -474,32 +453,26 @@ class Combination(Node):
 
     @property
     def is_regular(self) -> bool:  # type: ignore[override]
-        """Whether both expressions are regular."""
         return self.a.is_regular and self.b.is_regular
 
     @property
     def half_blocks(self) -> bool:
-        """Whether either expression is made of blocks of 64."""
         return self.a.half_blocks or self.b.half_blocks
 
     @property
     def half_columns(self) -> bool:
-        """Whether either expression is made of blocks of 64 keys."""
         return self.a.half_columns or self.b.half_columns
 
     @property
     def batch(self) -> int:
-        """Batch entries of the one that has several, or 1."""
         return self.b.batch if self.a.batch == 1 else self.a.batch
 
     @property
     def heads(self) -> int:
-        """Heads of the one that has several, or 1."""
         return self.b.heads if self.a.heads == 1 else self.a.heads
 
     @property
     def device(self) -> torch.device | None:
-        """Device of its tensors."""
         return self.a.device if self.b.device is None else self.b.device
 
     @property

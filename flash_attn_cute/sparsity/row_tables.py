@@ -82,8 +82,7 @@ class _FoundBlocks:
     def _tiles_by_pattern(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Makes the tiles of blocks that may be partial, one for each pattern.
 
-        Returns:
-            The kinds of the blocks, (n,) int8, and their codes, (n,) int64.
+        Returns the kinds of the blocks, (n,) int8, and their codes, (n,) int64.
         """
         sizes = self.sizes
         patterns, index = node.patterns(blocks), None
@@ -127,11 +126,6 @@ def real_rows(node: Node, rows: BlockRows, sizes: Sizes) -> RealRows | None:
     """Rows that are no padding of an expression; None if no row is padding. Waits for the device.
 
     A row of no document is padding only if the whole mask hides it: ``|`` may make it visible.
-
-    Args:
-        node: the expression.
-        rows: its rows of blocks.
-        sizes: of the mask.
     """
     padding = node.padding
     if padding is None or not bool(padding[0].any() | padding[1].any()):
@@ -148,13 +142,8 @@ def real_rows(node: Node, rows: BlockRows, sizes: Sizes) -> RealRows | None:
 def _visible_rows(of_tile: Tensor, entry: Tensor, block: Tensor, code: Tensor, num_blocks: int, batch: int) -> Tensor:
     """Queries, or keys, that are visible in at least one listed block: (batch, 128 * num_blocks), bool.
 
-    Args:
-        of_tile: (tiles, 128), bool: which queries, or keys, of a block each tile shows.
-        entry: (entries,): the batch entry of each listed block.
-        block: (entries,): its number among blocks of queries, or of keys.
-        code: (entries,), int64.
-        num_blocks: how many blocks of queries, or of keys, there are.
-        batch: how many batch entries there are.
+    ``of_tile``, (tiles, 128), bool: which of a block each tile shows. Of each listed block, (entries,): ``entry`` is
+    its batch entry, ``block`` its number among ``num_blocks`` blocks of queries, or of keys, and ``code`` is int64.
     """
     of_tile = torch.cat((of_tile.new_ones(1, TILE), of_tile))  # FULL_CODE is -1
     pairs = ((entry * num_blocks + block) * len(of_tile) + code + 1).unique()

@@ -59,16 +59,11 @@ class Selection(PerHead):
     def selected(self, *, is_traced: bool) -> Tensor:
         """Selected blocks as backends read them; nothing waits for the device.
 
-        Args:
-            is_traced: whether what is computed now belongs to a program or a graph, which reads the indices whenever
-                it runs. Else the result is made once, and kept.
+        ``is_traced``: what is computed now belongs to a program or a graph, which reads the indices whenever it runs.
+        Else the result is made once, and kept, and ValueError raised if the indices have been written to.
 
-        Returns:
-            (batch, heads, seqlen_q, top), int32: numbers of blocks in ascending order, repeated as often as the caller
-            names them, and ``num_blocks`` for none behind them.
-
-        Raises:
-            ValueError: the indices have been written to.
+        Returns (batch, heads, seqlen_q, top), int32: numbers of blocks in ascending order, repeated as often as the
+        caller names them, and ``num_blocks`` for none behind them.
         """
         there: kept.Kept[Tensor] | None = kept.found(self._kept, "selected")
         if there is not None:

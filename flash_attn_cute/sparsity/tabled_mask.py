@@ -158,11 +158,7 @@ class TabledMask:
 
     @property
     def offsets(self) -> Offsets | None:
-        """Offsets of documents that follow each other, if the mask is equivalent to them; found once, and kept.
-
-        Raises:
-            RuntimeError: as ``tables`` does.
-        """
+        """Offsets of documents that follow each other, if the mask is equivalent to them; raises as ``tables`` does."""
         if self.plain is None or self.plain.documents is None:
             return None
         ids, device = self.plain.documents.ids_q, self.plain.documents.ids_q.device
@@ -207,11 +203,7 @@ class TabledMask:
         return most_listed > 0 and not self.low_contention and len(rows.rows.entries) <= most_listed
 
     def selected(self) -> Tensor:
-        """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``.
-
-        Raises:
-            ValueError: the indices have been written to.
-        """
+        """Selected key blocks of a mask of ``from_selection`` as backends read them, see ``Selection.selected``."""
         node = self._node
         assert isinstance(node, Selection)
         return node.selected(is_traced=self._is_traced(node.device))

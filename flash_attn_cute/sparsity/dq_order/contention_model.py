@@ -125,12 +125,7 @@ class Pass:
         self.tiles = _Tiles(_by_tile(steps.to(torch.uint8)), machine, positions)
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
-        """Plays the whole pass.
-
-        Args:
-            order: (batch, key heads, blocks_k): the launch order.
-            ordered: whether additions wait for their turns.
-        """
+        """Plays the pass in an order (batch, key heads, blocks_k); ``ordered``: additions wait for their turns."""
         orders, size = order.flatten(0, 1).numpy(), self.machine.section
         device, parts = _Device(self.machine), []
         for first in range(0, len(self.mask_of_head), size):
@@ -172,14 +167,10 @@ class Pass:
         return self._in_full_swing(masks, orders).slowdowns(len(orders))
 
     def find_m_block_order(self, order: Tensor) -> tuple[Tensor, float]:
-        """Finds the m_block order in which each tile takes its query blocks as they become ready.
+        """Finds the m_block order in which each tile takes its query blocks as they become ready, in a launch order.
 
-        Args:
-            order: (batch, key heads, blocks_k): the launch order.
-
-        Returns:
-            The m_block order (batch, heads, blocks_q, blocks_k), int16: the position of a query block in the order of a
-            key tile, anything for empty blocks. And the slowdown of the tiles with it.
+        Returns the m_block order (batch, heads, blocks_q, blocks_k), int16: the position of a query block in the order
+        of a key tile, anything for empty blocks. And the slowdown of the tiles with it.
         """
         size = self.machine.section
         masks = np.arange(-(-self.num_masks // size) * size) % max(self.num_masks, 1)
@@ -283,14 +274,10 @@ class _Section:
     def __init__(
         self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True, *, by_readiness: bool = False
     ) -> None:
-        """Begins a section.
+        """Begins a section of heads with these masks, (lanes * heads,), on the device whose CTAs draw.
 
-        Args:
-            work: the pass.
-            masks: (lanes * heads,): the mask of each head.
-            device: whose CTAs draw.
-            ordered: whether additions wait for their turns.
-            by_readiness: whether tiles take query blocks as they become ready, rather than in their m_block order.
+        ``ordered``: additions wait for their turns. ``by_readiness``: tiles take query blocks as they become ready,
+        rather than in their m_block order.
         """
         self.masks, self.device, self.ordered, self.by_readiness = masks, device, ordered, by_readiness
         self.tiles = work.tiles

@@ -44,25 +44,14 @@ BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER = 16_000_000, 34_000_000
 
 
 def last_first(blocks_k: int, device: torch.device | None = None) -> Tensor:
-    """Launch order in which the last keys come first.
-
-    Args:
-        blocks_k: number of key tiles.
-        device: of the order.
-
-    Returns:
-        (1, 1, blocks_k), int32: a launch order for all batch entries and heads.
-    """
+    """Launch order of all batch entries and heads in which the last keys come first: (1, 1, blocks_k), int32."""
     return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
 
 
 def shortest_first(lengths: Tensor) -> Tensor:
     """Shortest processing time first (SPT), from the right on ties: under a causal mask, last keys first.
 
-    Args:
-        lengths: (..., blocks_k), int: how many query blocks attend to each tile.
-
-    Returns:
-        (..., blocks_k), int32: a launch order.
+    ``lengths``, (..., blocks_k), int: how many query blocks attend to each tile. The launch order has their shape,
+    int32.
     """
     return lengths.argsort(dim=-1, descending=True, stable=True).int().flip(-1)
