@@ -7,7 +7,7 @@ A small one for a CPU, the work of each rank alone, a record, and the model:
     python -m benchmarks context-parallel --ranks 2 --tokens-per-rank 256 --sequence 1024 --heads 4 2 16
     python -m benchmarks context-parallel --ranks 4 --alone
     python -m benchmarks context-parallel --record build/benchmarks/context_parallel-4-cuda-bfloat16.json
-    python -m benchmarks context-parallel --model benchmarks/results
+    python -m benchmarks context-parallel --model
 
 Ranks take turns together; a turn takes as long as the slowest rank. After each case rank 0 prints a table and writes
 ``context_parallel-RANKS-DEVICE-DTYPE.json``. Rates are a GPU's, of visible pairs. Beside what was measured stands what
@@ -15,7 +15,7 @@ Ranks take turns together; a turn takes as long as the slowest rank. After each 
 
 With ``--alone`` one process does what each of so many ranks would, one after the other, without messages. With
 ``--record`` nothing is run: the tables of a file are printed, with today's predictions. Nor is it with ``--model``:
-balance, traffic and waiting of 8, 64 and 512 ranks are written to a folder (``benchmarks.ranks_model``).
+a table of the traffic and the waiting of 8, 64 and 512 ranks is printed (``benchmarks.ranks_model``).
 """
 
 import argparse
@@ -84,9 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if given.model is not None:
-        make_folder(parser, "--model", given.model)
-        ranks_model.write(given.model)
+    if given.model:
+        print(*ranks_model.table(), sep="\n")
         return 0
     if given.record is not None:
         try:
@@ -132,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="as for other suites")
     parser.add_argument("--alone", action="store_true", help="each rank's work in turn, in one process")
     parser.add_argument("--record", type=Path, metavar="FILE", help="print the tables of a file, and run nothing")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="write the model there, and run nothing")
+    parser.add_argument("--model", action="store_true", help="print what it says of many ranks, and run nothing")
     return parser
 
 

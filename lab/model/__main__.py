@@ -10,7 +10,7 @@ from lab.model import timeline
 from lab.model.blackwell import ForwardDesign
 from lab.model.designs import DESIGNS, OPEN, PUBLISHED, Case, Change, on
 from lab.model.launch import Prediction, Shape, steady_state
-from lab.model.machine import B200, B200_BY_POWER, B300, H200, Machine
+from lab.model.machine import B200, B200_BY_POWER, B300, Machine
 from lab.model.record import Row, hopper_pass, rows
 from lab.model.sm import Maker
 
@@ -60,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     record = add("record", "the Hopper kernels, beside benchmarks/results", _record)
     record.add_argument("--by-kind", action="store_true", help="rows of equal heads and masks together")
     add("published", "flash-attn-4 on a B200, beside what was published", _published)
-    add("sensitivity", "the same with other constants", _sensitivity)
     designs = add("designs", "our kernels for Blackwell", _designs)
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
     designs.add_argument("--forward", action="store_true", help="those alone")
@@ -68,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     shows = add("timeline", "a stretch of a kernel's steady state", _timeline)
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
-    shows.add_argument("--png", type=Path, help="draw it (needs matplotlib)")
     commands.add_parser("page", help="writes the tables of docs/blackwell-model.md anew")
     return parser
 
@@ -138,22 +136,6 @@ def _published(_: argparse.Namespace) -> Iterator[str]:
         yield _row(*cells)
 
 
-def _sensitivity(_: argparse.Namespace) -> Iterator[str]:
-    machines = {
-        "as it is": B200,
-        **{f"dispatch {x}": replace(B200, dispatch=x) for x in (1.2, 1.6)},
-        **{f"handover {x:.0f}": replace(B200, handover=x) for x in (50.0, 150.0)},
-        **{f"load {x:.0f}": replace(B200, load=x) for x in (700.0, 1200.0)},
-        "adds 15": replace(B200, adds=15.0, adds_together=15.0),
-        "L2 35 when all read": replace(B200, l2_together=H200.l2_together),
-        "power alone": replace(B200, gemm=B200_BY_POWER.gemm),
-    }
-    yield _head("error of", *machines)
-    for name, case in PUBLISHED.items():
-        assert case.published is not None
-        yield _row(name, *(f"{case.rate(m) / case.published - 1:+.1%}" for m in machines.values()))
-
-
 def _designs(given: argparse.Namespace) -> Iterator[str]:
     yield _head(
         "design", "full / causal, TFLOP/s", "by power", "clocks a step", "by power", "busiest units, clocks a step"
@@ -202,8 +184,6 @@ def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
 def _timeline(given: argparse.Namespace) -> Iterator[str]:
     sm, start, _ = steady_state(_makers()[given.name])
     yield from timeline.text(sm, start, start + given.clocks)
-    if given.png is not None:
-        timeline.picture(sm, start, start + given.clocks, given.png)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class ForwardDesign:
     polynomials: float = 0.0  # share of the exponentials
     maxima: bool = True  # every block's are looked for, and a correction warpgroup compares them
     keys: int = BLOCK  # of a block
-    early: bool = True  # products with P begin when all but the last 32 columns of it are stored
     persistent: bool = True
     stages: int = 3  # of keys or values
     o_over_q: bool = False  # O leaves through the place of Q, which can be loaded again when it has left
@@ -123,23 +122,22 @@ class Forward:
         sm.products.issue("mma", f"S{t}", m.product(BLOCK, c.keys, c.d), operands, then)
 
     def _output(self, tile: int, t: int, g: int, i: int, num: int, number: int, block: int) -> Needs:
-        """The i-th product with P of a tile, in two parts if P comes in two."""
+        """The i-th product with P of a tile, in two parts: one when all but the last 32 columns of P are stored."""
         c, m, sm = self.design, self.sm.machine, self.sm
         if i == 0:
             yield self.o[t].wait_empty(tile)
         columns = c.d_v / 2 if c.pair else c.d_v
         clocks, operands = m.product(BLOCK, c.d_v, c.keys), m.bytes_shared(2.0 * c.keys * columns)
         yield self.p_ready[g].phase(number)
-        first = 1 - _COLUMNS / c.keys if c.early else 1.0
+        first = 1 - _COLUMNS / c.keys
         then = []
         if t + 1 == c.tiles:
             then.append(lambda: self.kv.release(2 * (block + i) + 1))
         if i + 1 == num:
             then.append(lambda: self.o[t].arrive(tile))
-        sm.products.issue("mma", f"O{t}", clocks * first, operands * first, () if c.early else then)
-        if c.early:
-            yield self.p_last[g].phase(number)
-            sm.products.issue("mma", f"O{t}", clocks * (1 - first), operands * (1 - first), then)
+        sm.products.issue("mma", f"O{t}", clocks * first, operands * first)
+        yield self.p_last[g].phase(number)
+        sm.products.issue("mma", f"O{t}", clocks * (1 - first), operands * (1 - first), then)
 
     def softmax(self, warpgroup: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a row a thread."""
@@ -147,7 +145,7 @@ class Forward:
         numbers = [0, 0]  # of blocks, a buffer
         pieces = c.keys // _COLUMNS
         each = 0.5 + (1 - c.polynomials) + _POLYNOMIAL * c.polynomials + 0.5
-        hands_over = pieces - (2 if c.early else 1)  # the piece behind which P is
+        hands_over = pieces - 2  # the piece behind which P is
         for num, masked in work:
             for i in range(num):
                 g = warpgroup if c.tiles == 2 else i % 2
@@ -171,7 +169,7 @@ class Forward:
                     if not c.maxima:  # sums show whether the row_max fits, before P is handed over,
                         instructions += _COLUMNS / 2
                         if piece == hands_over:  # and of a piece that is still to come its maximum
-                            instructions += 15 + (_COLUMNS / 2 if c.early else 0.0)
+                            instructions += 15 + _COLUMNS / 2
                     unit, stored = _COLUMNS * (1 - c.polynomials), 2.0 * BLOCK * _COLUMNS
                     yield from sm.compute(me, "P", instructions, unit, tmem=stored, goes_on=True)
                     if piece == hands_over:

@@ -147,7 +147,6 @@ def forward_design(c: ForwardConfig) -> ForwardDesign:
         polynomials=1 / c.polynomial_every if c.polynomial_every else 0.0,
         maxima=False,
         keys=c.tile_n,
-        early=True,
         persistent=c.persistent,
         stages=c.k_stages + c.v_stages,
         o_over_q=c.o_in_q,
@@ -189,13 +188,10 @@ _OF_KERNELS: dict[str, Any] = {
 _OURS, _64, _BACKWARD, _BACKWARD_PAIR = (
     _OF_KERNELS[name] for name in ("forward", "forward d = 64", "backward 1-CTA", "backward 2-CTA")
 )
-# A first version as planned: three stages of keys and values, P handed over whole.
-PLANNED = replace(_OURS, stages=3, early=False, polynomials=0.0)
 _PAIR = replace(_OURS, pair=True, stages=8)
 _NO_ORDER = {"ordered": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     **_OF_KERNELS,
-    "forward as planned": PLANNED,
     "forward 2-CTA": _PAIR,
     "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
     "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),

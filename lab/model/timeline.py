@@ -1,7 +1,6 @@
-"""Timeline of an SM, as text or as a picture."""
+"""Timeline of an SM, as text."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from lab.model.simulation import Interval
 from lab.model.sm import Sm
@@ -38,26 +37,3 @@ def text(sm: Sm, start: float, end: float) -> Iterator[str]:
         share = sum(min(i.end, end) - max(i.start, start) for i in busy) / (end - start)
         yield f"{name:15s}|{''.join(line[:_WIDTH])}| {share:4.0%}"
     yield f"a column: {a_column:.0f} clocks; " + ", ".join(f"{letter} {what}" for what, letter in letters.items())
-
-
-def picture(sm: Sm, start: float, end: float, path: Path) -> None:
-    """Draws the work between two times; needs matplotlib, which the extra ``plot`` brings."""
-    import matplotlib.pyplot as plt
-
-    found = lanes(sm, start, end)
-    kinds = sorted({i.what for busy in found.values() for i in busy})
-    colours = dict(zip(kinds, plt.get_cmap("tab20").colors, strict=False))
-    figure, axes = plt.subplots(figsize=(14, 0.5 * len(found) + 1.2), layout="constrained")
-    for y, busy in enumerate(found.values()):
-        for kind in kinds:
-            spans = [(i.start - start, i.end - i.start) for i in busy if i.what == kind]
-            axes.broken_barh(spans, (y - 0.4, 0.8), color=colours[kind], label=kind if spans else None)
-    axes.set_yticks(range(len(found)), list(found))
-    axes.invert_yaxis()
-    axes.set_xlim(0, end - start)
-    axes.set_xlabel("clocks")
-    handles, names = axes.get_legend_handles_labels()
-    unique = dict(zip(names, handles, strict=True))
-    figure.legend(unique.values(), unique.keys(), loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -511,14 +511,14 @@ def test_each_method_has_a_name_and_a_class() -> None:
 
 def test_the_model_of_the_benchmark() -> None:
     corpora = suite.Row("causal", "one sequence", (16_384,)), suite.Row("", "documents", long_documents.pack(32_768, 0))
-    rows = ranks_model.modelled(corpora)
-    assert {(row["corpus"], row["ranks"]) for row in rows} == set(
+    rows = list(ranks_model.modelled(corpora))
+    assert {(row.corpus, row.ranks) for row in rows} == set(
         product((corpus.name for corpus in corpora), ranks_model.RANKS)
     )
-    assert all(row["imbalance"] < 0.03 for row in rows if row["ranks"] < 512)
+    assert all(row.imbalance < 0.03 for row in rows if row.ranks < 512)
     for row in rows:
-        assert 0 < row["received, bytes"] < 1e12
-        assert 0 < row["buffers, bytes"] < 1e12
-    of = {(row["corpus"], row["ranks"], row["method"]): row["received, bytes"] for row in rows}
+        assert 0 < row.estimate.received < 1e12
+        assert 0 < row.estimate.buffers < 1e12
+    of = {(row.corpus, row.ranks, row.method): row.estimate.received for row in rows}
     assert of["one sequence", 8, "all_gather"] == of["one sequence", 8, "ring"]
     assert of["documents", 64, "all_gather"] < of["documents", 64, "ring"] / 1.5

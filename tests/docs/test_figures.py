@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import over_ranks, report
+from benchmarks import over_ranks, ranks_model, report
 from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel, sparse
 from benchmarks.suites.context_parallel import Sizes
@@ -247,6 +247,12 @@ def test_the_model_of_ranks() -> None:
         chosen = next(method for method in methods if model[method] == model["auto"])
         took = {method: _both_passes(row.name, method) for method in methods}
         assert took[chosen] == min(took.values()), row.name
+
+
+@pytest.mark.slow
+def test_the_model_of_many_ranks() -> None:
+    page = (ROOT / "docs" / "context-parallelism.md").read_text()
+    assert "\n".join(ranks_model.table()) in page
 
 
 def _row(text: str, name: str) -> list[str]:

@@ -38,8 +38,6 @@ benchmarks forward
     argument suite: expected packed or sparse-tables, as PyTorch sees no GPU
 benchmarks packed --out /dev/null/x
     argument --out: expected a folder, got '/dev/null/x': Not a dir
-benchmarks context-parallel --model /dev/null/x
-    argument --model: expected a folder, got '/dev/null/x'
 benchmarks context-parallel --record /dev/null
     argument --record: /dev/null is no record of ranks (JSON
 benchmarks context-parallel --ranks 0

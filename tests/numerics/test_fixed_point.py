@@ -1,37 +1,21 @@
 """DQ in fixed point, of deterministic calls with block masks: as exact as float32, and untouched by hidden keys."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gradient_errors
+from benchmarks.gradient_errors import HEAD_DIM, Data
 from flash_attn_cute import BlockMask, explain, flash_attn_func
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
 from tests.lib.checks import bitwise_equal, differing, needs_kernels
 
-HEAD_DIM = 128
-
-
-class Data(NamedTuple):
-    """Tensors of one head: q and dout (queries, HEAD_DIM), k and v (keys, HEAD_DIM)."""
-
-    q: Tensor
-    dout: Tensor
-    k: Tensor
-    v: Tensor
-
 
 def _few(x: Data) -> Tensor:
     return torch.randperm(len(x.k))[: max(1, len(x.k) // 2048)]
-
-
-def _put_sink(x: Data) -> None:
-    x.q[:, 0] += 8
-    x.k[0] = 0
-    x.k[0, 0] = 20
-    x.v[0] *= 0.05
 
 
 def _shift_means(x: Data) -> None:
@@ -62,25 +46,17 @@ def _scale_both_rows(x: Data) -> None:
     x.v[few] *= 50
 
 
-def _repeat_tokens(x: Data) -> None:
-    for rows in (x.k, x.v):
-        rows.copy_(rows[:16].repeat(len(rows) // 16, 1))
-
-
 # Data that is hard for sums: by its kind, what is done to normal numbers.
 KINDS: dict[str, Callable[[Data], object]] = {
-    "normal": lambda x: None,
-    "peaked": lambda x: x.q.mul_(6),
+    **{kind: gradient_errors.KINDS[kind] for kind in ("normal", "peaked", "a sink", "repeated tokens")},
     "tiny gradients": lambda x: x.dout.mul_(1e-7),
     "means that are not zero": _shift_means,
-    "a sink": _put_sink,
     "an outlier channel of k": _scale_key_channel,
     "an outlier channel of v": _scale_value_channel,
     "outlier rows of k": _scale_key_rows,
     "outlier rows of v": _scale_value_rows,
     "outlier rows of both": _scale_both_rows,
     "rows of v of all sizes": lambda x: x.v.mul_(torch.exp(2 * torch.randn(len(x.v), 1))),
-    "repeated tokens": _repeat_tokens,
 }
 
 
