@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls import torch_modes
-from flash_attn_cute.problem.spec import check_int, check_layout, statically_true
+from flash_attn_cute.problem.spec import check_int, check_layout, check_plain, statically_true
 from flash_attn_cute.runtime import settings
 
 
@@ -45,12 +45,13 @@ class Packing(NamedTuple):
             The packing, its tensors on the mask's device.
 
         Raises:
-            TypeError: a mask that is no strided bool tensor, or a total that is no int.
+            TypeError: a mask that is no strided bool tensor or is a DTensor, or a total that is no int.
             ValueError: a mask of another shape, a negative total, or one too small for the mask. The last is noticed
                 if the mask is on the CPU or with ``FLASH_ATTN_CUTE_CHECK=1``, and by a backend that reads cu_seqlens on
                 the host; else the rows in excess count as padding.
         """
         _check_mask("mask", mask)
+        check_plain("mask", mask)
         bound = None if total is None else check_int("total", total, "None or an int")
         if bound is not None and statically_true(bound < 0):
             raise ValueError(f"total: expected at least 0, got {bound}")
@@ -145,6 +146,7 @@ def _check_rows(x: Tensor, index: Tensor, expected: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     check_layout("x", x)
+    check_plain("x", x)
     if x.device != index.device:
         raise ValueError(f"x: expected the device of the mask, {index.device}, got {x.device}")
     leading = tuple(index.shape)

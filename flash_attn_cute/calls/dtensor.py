@@ -5,16 +5,20 @@ redistributed first, to whichever of the two takes the least communication.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from flash_attn_cute.calls import dispatch
+from flash_attn_cute.calls.torch_modes import is_transformed
 from flash_attn_cute.problem.block_tables import BlockTables
-from flash_attn_cute.problem.spec import AttentionInputs
+from flash_attn_cute.problem.spec import AttentionInputs, check_plain
 
 _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.
@@ -40,17 +44,22 @@ _GRADIENTS = ("q", "k", "v", "bias", "learnable_sink")
 def alike(inputs: AttentionInputs) -> AttentionInputs:
     """Inputs of which all tensors are DTensors if q is one; those that were none are the same on every rank.
 
-    Offsets and lengths, masks, biases and the tables of block masks are often made by each rank for itself. k and v are
-    left as they are: for them PyTorch has an error.
+    Offsets and lengths, masks, biases and the tables of block masks are often made by each rank for itself.
     """
-    if not isinstance(inputs.q, DTensor):
+    q = _untransformed(inputs.q)
+    for name, x in inputs._asdict().items():
+        if isinstance(x, Tensor):
+            check_beside("block_mask" if name == "selected" else name, x, q, is_shared=name not in ("k", "v"))
+    if not isinstance(q, DTensor):
         return inputs
-    mesh = inputs.q.device_mesh
+    mesh = q.device_mesh
 
     def replicated(x: Any) -> Any:
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        if not isinstance(x, Tensor) or isinstance(_untransformed(x), DTensor):
             return x
-        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        # A transform would look for a derivative of what makes it a DTensor.
+        with temporarily_clear_interpreter_stack() if is_transformed() else nullcontext():
+            return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     tables = inputs.block_mask
     if tables is not None:
@@ -58,6 +67,31 @@ def alike(inputs: AttentionInputs) -> AttentionInputs:
         tables = BlockTables.of_flat(tuple(map(replicated, tables.flat())), real)
     others = {name: replicated(x) for name, x in inputs._asdict().items() if name not in ("k", "v", "block_mask")}
     return inputs._replace(**others, block_mask=tables)
+
+
+def check_beside(name: str, x: Tensor, q: Tensor, *, is_shared: bool = False) -> None:
+    """Checks that a tensor is a DTensor if q is one, and only then, or raises TypeError.
+
+    If ``is_shared``, it may be a plain tensor that is the same on every rank, but none of a transform of torch.func.
+    """
+    x, given, q = _untransformed(x), x, _untransformed(q)
+    if not isinstance(q, DTensor):
+        check_plain(name, x, ", as q is one")
+    elif not (isinstance(x, DTensor) or (is_shared and x is given)):
+        raise TypeError(
+            f"{name}: expected a DTensor, as q is one, got a plain tensor; "
+            "DTensor.from_local makes one, ahead of transforms of torch.func"
+        )
+
+
+def _untransformed(x: Tensor) -> Tensor:
+    """Takes off what transforms of torch.func have wrapped a tensor in.
+
+    Dynamo cannot read that, and shows a DTensor for what it is.
+    """
+    while not torch.compiler.is_dynamo_compiling() and is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def _register(operator: Any, results: Callable[[dict[str, Any], int | None], list[Any]]) -> None:

@@ -214,11 +214,17 @@ torch.library.register_autograd("flash_attn_cute::backward", _refuse)
 
 def _shard(inputs: AttentionInputs) -> AttentionInputs:
     """Inputs for operators that know how DTensors are sharded, if there could be DTensors."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return inputs
-    from flash_attn_cute.calls import dtensor  # which takes long to import
+    rules = rules_of_dtensors()
+    return inputs if rules is None else rules.alike(inputs)
 
-    return dtensor.alike(inputs)
+
+def rules_of_dtensors() -> Any:
+    """``calls.dtensor``, which takes long to import; None if there are no DTensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from flash_attn_cute.calls import dtensor
+
+    return dtensor
 
 
 def _register_flop_formulas() -> None:

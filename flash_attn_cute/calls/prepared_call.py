@@ -17,7 +17,7 @@ from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.torch_modes import have_strides, is_thread_watched, looks_like, without_default_device
-from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results
+from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options, Results, check_plain
 from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
@@ -91,6 +91,8 @@ def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple
         selected = block_mask.selected()
         if watched:
             selected = kept.as_fakes(selected)
+        else:
+            check_plain("block_mask", selected, ", as q is one")
     elif block_mask is not None:
         tables = block_mask.tables(call.q.device, backward=backward, most_listed=plan.most_listed)
         if _known_of_waits(block_mask) != _known_of_waits(plan.spec):  # a search has found it just now

@@ -17,7 +17,7 @@ from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sh
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension
-from flash_attn_cute.problem.spec import Deterministic, Options, Results, Window
+from flash_attn_cute.problem.spec import Deterministic, Options, Results, Window, check_plain
 from flash_attn_cute.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
@@ -363,7 +363,8 @@ def attend(
     q, k, v, sink, mask, bias, block_mask = tensors
 
     def options() -> Options:
-        _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
+        for name, x in (("q", q), ("k", k), ("v", v), ("learnable_sink", sink)):
+            check_plain(name, x, " of this rank's rows and heads")  # which placements cannot express
         refuse_scores(mask, bias)
         # A call leaves rows of others unwritten: of its rank's other calls, and of other ranks.
         return checked()._replace(zero_padding=True)
@@ -379,16 +380,6 @@ def attend(
 
 
 _attend_apart = torch.compiler.disable(attend_eagerly, reason="operators over ranks take no block masks")
-
-
-def _check_are_plain(**tensors: Any) -> None:
-    """Refuses DTensors: their placements cannot express a sharding's rows."""
-    for name, x in tensors.items():
-        if hasattr(x, "placements"):
-            raise TypeError(
-                f"{name}: expected a plain tensor of this rank's rows and heads, got a DTensor with placements "
-                f"{x.placements}; under tensor parallelism give {name}.to_local()"
-            )
 
 
 def refuse_scores(mask: Any, bias: Any) -> None:

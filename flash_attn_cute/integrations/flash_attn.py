@@ -252,6 +252,8 @@ def flash_attn_varlen_func(
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         api.call(api.check_arguments, _NAMES, q, k, v, *lengths, **used, **options)
         slopes = _check_slopes(alibi_slopes, q, batch=None)
+        cu_seqlens_q, cu_seqlens_k = _whole(cu_seqlens_q), _whole(cu_seqlens_k)
+        seqused_q, seqused_k = (None if x is None else _whole(x) for x in (seqused_q, seqused_k))
         lengths_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
         lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         # Position 0 of a sequence's keys, counted in rows of q, so that a row less it is the key beside it.
@@ -365,7 +367,23 @@ def _check_slopes(slopes: Tensor, q: Tensor, batch: int | None) -> Tensor:
     if slopes.shape != q.shape[-2:-1] and (batch is None or slopes.shape != (batch, q.shape[-2])):
         other = " for packed sequences" if batch is None else f" or ({batch}, {q.shape[-2]})"
         raise ValueError(f"alibi_slopes: expected shape ({q.shape[-2]},){other}, got shape {tuple(slopes.shape)}")
-    return slopes
+    return _whole(slopes)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """All of a DTensor, a plain tensor on every rank; any other tensor as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _beside(lse: Tensor, x: Tensor) -> Tensor:
+    """X, which is the same on every rank, as a DTensor if lse is one."""
+    if not hasattr(lse, "placements"):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(lse, DTensor)
+    mesh = lse.device_mesh
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _with_alibi(
@@ -404,8 +422,9 @@ def _with_alibi(
     shift = slopes[..., None] * diagonal
     if right == 0:
         result = attend(*qkv, seqused_q=seqused_q, window_size=(left, 0), bias=bias, return_lse=return_lse)
-        return (result[0], result[1] - shift) if return_lse else result
+        return (result[0], result[1] - _beside(result[1], shift)) if return_lse else result
     out_1, lse_1 = attend(*qkv, seqused_q=seqused_q, window_size=(left, 0), bias=bias, return_lse=True)
+    shift = _beside(lse_1, shift)
     behind = (0, None if right is None or right < 0 else right - 1)
     out_2, lse_2 = attend(*qkv, seqused_q=fewer, window_size=behind, bias=-bias, return_lse=True)
     out, lse = _merge(out_1, lse_1 - shift, out_2, lse_2 + shift)

@@ -46,6 +46,15 @@ def check_layout(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
 
 
+def check_plain(name: str, x: object, why: str = "") -> None:
+    """Raises TypeError for a DTensor; ``why`` ends what the error expects."""
+    if hasattr(x, "placements"):
+        raise TypeError(
+            f"{name}: expected a plain tensor{why}, got a DTensor with placements {x.placements}; "
+            "full_tensor() is all of it, to_local() this rank's part"
+        )
+
+
 def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes or bounds holds, so far as is known.
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute.problem.spec import as_int, check_int, check_layout, statically_true
+from flash_attn_cute.problem.spec import as_int, check_int, check_layout, check_plain, statically_true
 from flash_attn_cute.runtime import kept, settings
 from flash_attn_cute.sparsity.score_blocks import Sizes
 
@@ -18,6 +18,7 @@ def check_flags(name: str, x: Any, last: str) -> Tensor:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a bool tensor, got {given}")
     check_layout(name, x)
+    check_plain(name, x)
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: expected shape ([[batch,] heads,] {last}), got shape {tuple(x.shape)}")
     x = x[(None,) * (4 - x.ndim)]
@@ -67,16 +68,21 @@ def limited(number: int) -> int:
     return min(max(number, -1), _MAX_LENGTH)
 
 
-def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, beside: Tensor | None = None) -> None:
+def check_integers(
+    name: str, x: Any, ndims: tuple[int, ...], shape: str, *, beside: Tensor | None = None, sharded: bool = False
+) -> None:
     """Checks a strided tensor of int32 or int64, or raises TypeError; of one of ``ndims`` dimensions, or ValueError.
 
-    ``shape`` is what the error says was expected. ``beside``: a tensor on whose device it has to be.
+    ``shape`` is what the error says was expected. ``beside``: a tensor on whose device it has to be. ``sharded``:
+    whether it may be a DTensor.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
     check_layout(name, x)
+    if not sharded:
+        check_plain(name, x)
     if x.ndim not in ndims:
         raise ValueError(f"{name}: expected shape {shape}, got shape {tuple(x.shape)}")
     if beside is not None and x.device != beside.device:

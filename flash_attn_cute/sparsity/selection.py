@@ -32,7 +32,7 @@ class Selection(PerHead):
     def of(cls, indices: Tensor, block: Any, seqlen_k: int) -> Selection:
         """Checks the arguments of ``BlockMask.from_selection`` and makes a node of them."""
         shape = "(batch, heads, seqlen_q, top) or (total_q, heads, top)"
-        mask_arguments.check_integers("indices", indices, (3, 4), shape)
+        mask_arguments.check_integers("indices", indices, (3, 4), shape, sharded=True)
         block = check_int("block", block)
         if block < 1:
             raise ValueError(f"block: expected at least 1, got {block}")

@@ -1,6 +1,6 @@
 """DTensors: heads and batch entries sharded over two processes, as one process computes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
 from flash_attn_cute.calls import dispatch
+from flash_attn_cute.integrations import flash_attn
+from flash_attn_cute.padding import Packing
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums
 from tests.lib import ranks
@@ -220,3 +223,92 @@ def block_masks() -> None:
 def test_over_ranks(tmp_path: Path) -> None:
     plain = [heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled]
     ranks.run([sums_of_keys, block_masks, *plain], RANKS, tmp_path)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process, on which all but communication is as on several ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [None, Replicate(), Shard(0), Partial()], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_alibi_slopes(packed: bool, placement: Any, alone: DeviceMesh) -> None:
+    """Slopes of any placement have a gradient, and offsets may be DTensors, too."""
+    attend: Any = flash_attn.flash_attn_varlen_func if packed else flash_attn.flash_attn_func
+    base = {**leaves(2, 4, 4, packed), "alibi_slopes": torch.rand(4, dtype=torch.float64)}
+    lengths = {"max_seqlen_q": 5, "max_seqlen_k": 5} if packed else {}
+    base |= {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS} if packed else {}
+
+    def results(placements: Any) -> list[Tensor]:
+        given = {
+            name: sharded(x, alone, [placements[name]]) if placements.get(name) else x.clone()
+            for name, x in base.items()
+        }
+        floats = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+        out, lse, _ = attend(**given, **lengths, causal=packed, return_attn_probs=True)
+        found = (out, lse, *torch.autograd.grad(out.sin().sum() + lse.exp().sum(), floats))
+        return [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+
+    by_heads = {**dict.fromkeys(DENSE, Shard(1 if packed else 2)), "alibi_slopes": placement}
+    if placement != Partial():
+        by_heads |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), placement)
+    torch.testing.assert_close(results(by_heads), results({}))
+
+
+def test_transforms(alone: DeviceMesh) -> None:
+    """Plain tensors beside DTensors are the same on every rank in torch.func, too; k and v are refused."""
+    whole, bias = list(leaves(2, 4, 2, packed=False).values()), torch.randn(6, 9, dtype=torch.float64)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, bias=bias, block_mask=BlockMask.prefix(6, 9, 5)).sin().sum()
+
+    found = torch.func.grad(loss, (0, 1, 2))(*(sharded(x, alone, [Shard(2)]) for x in whole))
+    torch.testing.assert_close([x.full_tensor() for x in found], [*torch.func.grad(loss, (0, 1, 2))(*whole)])
+    q, k, v = whole
+    parts = sharded(q, alone, [Shard(2)]), k, v
+    with pytest.raises(
+        TypeError, match=r"^k: expected a DTensor, as q is one, got a plain tensor; DTensor\.from_local"
+    ):
+        torch.func.grad(loss)(*parts)
+
+
+@pytest.mark.parametrize("name", ["k", "learnable_sink", "mask", "seqused_k", "block_mask", "lse"])
+def test_a_dtensor_beside_plain_queries(name: str, alone: DeviceMesh) -> None:
+    call: dict[str, Any] = {
+        **leaves(2, 4, 4, packed=False),
+        "learnable_sink": torch.zeros(4, dtype=torch.float64),
+        "mask": torch.ones(6, 9, dtype=torch.bool),
+        "seqused_k": torch.tensor([9, 4], dtype=torch.int32),
+        "block_mask": torch.zeros(2, 1, 6, 1, dtype=torch.int64),
+        "lse": torch.zeros(2, 4, 6, dtype=torch.float64),
+    }
+    given = {key: call[key] for key in ({"q", "k"} if name == "lse" else {*DENSE})} | {name: call[name]}
+    given[name] = sharded(given[name], alone, [Shard(0)])
+    if name == "block_mask":
+        given[name] = BlockMask.from_selection(given[name], block=2, seqlen_k=9)
+    attend: Any = column_sums if name == "lse" else flash_attn_func
+    with pytest.raises(
+        TypeError, match=rf"^{name}: expected a plain tensor, as q is one, got a DTensor with placements"
+    ):
+        attend(**given)
+
+
+def test_what_each_rank_makes_for_itself(alone: DeviceMesh) -> None:
+    """Masks and packings are made of plain tensors."""
+
+    def given(*shape: int, dtype: torch.dtype = torch.int64) -> DTensor:
+        return sharded(torch.zeros(shape, dtype=dtype), alone, [Replicate()])
+
+    makers: dict[str, Callable[[], Any]] = {
+        "mask": lambda: BlockMask.from_dense(given(6, 9, dtype=torch.bool)),
+        "ids": lambda: BlockMask.documents(given(6)),
+        "order": lambda: BlockMask.causal(6, 6).with_order(given(1)),
+        "mask ": lambda: Packing.of(given(2, 6, dtype=torch.bool)),
+        "x": lambda: Packing.of(torch.ones(2, 6, dtype=torch.bool)).pack(given(2, 6)),
+    }
+    for name, make in makers.items():
+        with pytest.raises(TypeError, match=rf"^{name.strip()}: expected a plain tensor, got a DTensor .*full_tensor"):
+            make()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute.problem.spec import check_plain
 from flash_attn_cute.runtime import kept
 from flash_attn_cute.sparsity.dq_order.turns import last_first, shortest_first
 
@@ -83,11 +84,12 @@ def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
         (batch or 1, heads or 1, blocks_k), int32.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: another dtype, or a DTensor.
         ValueError: a wrong shape, or no permutation.
     """
     if order.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"order: expected dtype torch.int32 or torch.int64, got {order.dtype}")
+    check_plain("order", order)
     order = kept.copied(order)
     whole = order[(None,) * (3 - order.ndim)] if 1 <= order.ndim <= 3 else order
     fits = whole.ndim == 3 and whole.shape[2] == blocks_k
