@@ -1,6 +1,7 @@
 """PyTorch's ``context_parallel`` with this package's attention: ranks share buffers, and calls see all rows."""
 
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -21,8 +22,15 @@ from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.problem.spec import AttentionInputs, Results
 from flash_attn_cute.runtime import settings
 
-# Those of the contexts that are open, in all threads.
-_shardings: list[Sharding] = []
+
+class _Context(NamedTuple):
+    """A context that is open, and the thread that has entered it."""
+
+    sharding: Sharding
+    thread: int
+
+
+_open: list[_Context] = []  # the innermost one last
 
 
 @contextmanager
@@ -67,6 +75,7 @@ def context_parallel(
             or has another number of rows; one not to be restored that is no buffer; a sharding or a method that does
             not fit the mesh. With ``FLASH_ATTN_CUTE_CHECK=1`` all ranks raise what one of them does, and if they
             disagree. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
+        RuntimeError: another thread is inside. Contexts of one thread may be nested.
     """
     given = [] if buffers is None else list(check_sequence("buffers", buffers))
     dims = [] if buffer_seq_dims is None else list(check_sequence("buffer_seq_dims", buffer_seq_dims))
@@ -78,15 +87,21 @@ def context_parallel(
         lambda found: {"sharding": rank_agreement.layout_of(found), "method": method},
     )
     shards = [sharding.shard(x, place.rank, dim) for x, dim in zip(given, dims, strict=True)]
+    context = _Context(sharding, threading.get_ident())
     with ExitStack() as restored:
+        _open.append(context)
+        restored.callback(_open.remove, context)
+        if _open[0].thread != context.thread:  # it would leave before the other one, or be served by its sharding
+            raise RuntimeError(
+                "context_parallel: expected one thread at a time, as it replaces the attention of all threads, "
+                "got a second one while another is inside"
+            )
         for x, shard in zip(given, shards, strict=True):
             if all(x is not other for other in kept):
                 restored.callback(_hold, x, x.detach())
             # Memory of its own: targets are often a view of the same rows as tokens, one further on.
             _hold(x, shard)
         restored.enter_context(replaced(_OverRanks(sharding, mesh, method).attend))
-        _shardings.append(sharding)
-        restored.callback(_shardings.pop)
         # Every caller looks it up there, functions of PyTorch included.
         restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]
@@ -154,7 +169,7 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
         if group is not None:
             dist.all_reduce(rows, group=group)
     total, size = int(rows), ranks.place.size
-    of_context = [x for x in _shardings[-1:] if (x.total, x.num_ranks) == (total, size)]
+    of_context = [x.sharding for x in _open[-1:] if (x.sharding.total, x.sharding.num_ranks) == (total, size)]
     sharding = of_context[0] if of_context else _balanced(total, size)
     return [public_functions.gather(x, sharding, mesh, dim=dim) for x, dim in zip(buffers, seq_dims, strict=True)]
 

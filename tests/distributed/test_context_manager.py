@@ -1,6 +1,7 @@
 """PyTorch's way to ask for context parallelism gives what one process gives, and buffers come back as they were."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -276,6 +277,22 @@ def entered(mesh: Any = None, **given: Any) -> None:
 @refusals(REFUSED)
 def test_wrong_arguments(call: str, error: str) -> None:
     assert_refused(call, error, globals())
+
+
+def test_threads_enter_one_at_a_time() -> None:
+    """Contexts of two threads, left in another order, would leave attention replaced."""
+    original, x = F.scaled_dot_product_attention, torch.ones(4)
+    with ThreadPoolExecutor(1) as another:
+        with context_parallel(None, buffers=[x], buffer_seq_dims=[0]) as sharding:
+            entering = another.submit(entered, buffers=[x], buffer_seq_dims=[0])
+            with pytest.raises(RuntimeError, match=r"^context_parallel: expected one thread at a time"):
+                entering.result()
+            with context_parallel(None, sharding=sharding):
+                pass
+            assert F.scaled_dot_product_attention is not original
+        assert F.scaled_dot_product_attention is original
+        with pytest.raises(pytest.fail.Exception):
+            another.submit(entered, buffers=[x], buffer_seq_dims=[0]).result()
 
 
 def test_models_that_find_documents_by_themselves() -> None:
