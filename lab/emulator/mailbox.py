@@ -94,16 +94,6 @@ class Mailbox:
         torch.cuda.check_error(runtime.cudaHostRegister(ADDRESS, _SIZE, 3))  # portable and mapped
         self._is_registered = True
 
-    @property
-    def num_ctas(self) -> int:
-        """How many CTAs of the kernel that ended last have freed their tensor memory, in this process."""
-        return int(struct.unpack_from("<I", self._bytes, 16)[0])
-
-    @property
-    def num_entries(self) -> int:
-        """How many products and commits the kernel that ended last has executed, in this process."""
-        return int(struct.unpack_from("<I", self._bytes, 20)[0])
-
     def take_faults(self) -> list[Fault]:
         """Faults since the last call, at most 128, of kernels that have ended."""
         found = []

@@ -52,7 +52,7 @@ extern "C" {
 __device__ __align__(128) uint32_t sm100_tensor_memory[kMultiprocessors * kColumns * kLanes];
 __device__ uint32_t sm100_allocated[kMultiprocessors];  // a bit for every 32 columns
 __device__ uint32_t sm100_queue_of[kKeys];              // by the CTA's identity: the queue's number + 1
-__device__ uint32_t sm100_num_faults, sm100_jitter, sm100_limit_ms, sm100_num_ctas, sm100_num_entries;
+__device__ uint32_t sm100_num_faults, sm100_jitter, sm100_limit_ms;
 }
 __device__ Queue queues[kMultiprocessors * kQueues];
 
@@ -214,7 +214,6 @@ __device__ __noinline__ bool help(Queue* queue, uint32_t lanes) {
   __threadfence();
   __syncwarp(lanes);
   if (is_first_lane(lanes) && atomicAdd(&queue->done, 1) + 1 == e.units) {
-    atomicAdd(&sm100_num_entries, 1);
     atomicExch(&queue->done, 0);
     __threadfence();
     atomicExch((unsigned long long*)&queue->claim, (unsigned long long)(number + 1) << 32);
@@ -349,9 +348,6 @@ __device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, u
       atomicExch(place_of(identity()), 0u);
       __threadfence();
       atomicExch((unsigned long long*)&queue->owner, 0ull);
-      volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
-      mailbox[4] = atomicAdd(&sm100_num_ctas, 1) + 1;
-      mailbox[5] = load(&sm100_num_entries);
     }
   }
   __syncwarp();

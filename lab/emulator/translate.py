@@ -68,10 +68,6 @@ def _refuse(instruction: Instruction, why: str) -> RefusedError:
     return RefusedError(f"line {instruction.line}: {instruction.opcode}: {why}")
 
 
-def _without(opcode: str, *words: str) -> str:
-    return ".".join(word for word in opcode.split(".") if word not in words)
-
-
 def _pairs(instruction: Instruction) -> str:
     """add, sub, mul and fma of two float32 in 64 bits: twice the same of one."""
     result, *sources = instruction.operands
@@ -82,54 +78,6 @@ def _pairs(instruction: Instruction) -> str:
     for half in "xy":
         text += f"{scalar} sm100_{half}3, {', '.join(f'sm100_{half}{i}' for i in range(len(sources)))}; "
     return text + f"{_guard(instruction)}mov.b64 {result.text}, {{sm100_x3, sm100_y3}}; }}"
-
-
-def _three_inputs(instruction: Instruction) -> str | None:
-    """The largest or the smallest of three float32."""
-    if len(instruction.operands) != 4:
-        return None
-    if instruction.parts & {"xorsign", "abs"}:
-        raise _refuse(instruction, "of three inputs, not with xorsign or abs")
-    d, a, b, c = (operand.text for operand in instruction.operands)
-    op = instruction.opcode
-    return f"{{ .reg .f32 sm100_x; {op} sm100_x, {a}, {b}; {_guard(instruction)}{op} {d}, sm100_x, {c}; }}"
-
-
-def _mixed(instruction: Instruction) -> str:
-    """fma, add and sub of float32 whose other operands are 16 bits wide."""
-    d, *sources = (operand.text for operand in instruction.operands)
-    narrow = instruction.opcode.rsplit(".", 1)[1]
-    op = instruction.opcode.removesuffix(f".{narrow}")
-    count = 2 if op.startswith("fma") else 1
-    text = "{ .reg .f32 sm100_x<2>; .reg .b16 sm100_z; mov.b16 sm100_z, 0; "
-    for i, source in enumerate(sources[:count]):
-        widen = (
-            f"mov.b32 sm100_x{i}, {{sm100_z, {source}}}" if narrow == "bf16" else f"cvt.f32.f16 sm100_x{i}, {source}"
-        )
-        text += f"{widen}; "
-    wide = [f"sm100_x{i}" for i in range(count)] + sources[count:]
-    return text + f"{_guard(instruction)}{op} {d}, {', '.join(wide)}; }}"
-
-
-def _wide_access(instruction: Instruction) -> str:
-    """A load or a store of 32 bytes: two of 16."""
-    is_load = instruction.is_a("ld")
-    vector, address = instruction.operands[:: 1 if is_load else -1]
-    (inner,) = address.parts
-    base, offset = (inner.parts[0].text, inner.parts[1].number) if inner.marks == "+" else (inner.text, 0)
-    if offset is None or len(instruction.operands) != 2:
-        raise _refuse(instruction, "only with one address and one vector")
-    op = (
-        re.sub(r"\.v8\b", ".v4", instruction.opcode)
-        if ".v8" in instruction.opcode
-        else instruction.opcode.replace(".v4", ".v2")
-    )
-    middle = len(vector.parts) // 2
-    text = f".reg .b64 sm100_p; mov.b64 sm100_p, {base}; "
-    for half, part in enumerate((vector.parts[:middle], vector.parts[middle:])):
-        values, place = f"{{{', '.join(x.text for x in part)}}}", f"[sm100_p+{offset + 16 * half}]"
-        text += f"{op} {values}, {place}; " if is_load else f"{op} {place}, {values}; "
-    return _guarded(instruction, text)
 
 
 def _allocate(instruction: Instruction) -> str:
@@ -225,14 +173,9 @@ def _pair_load(instruction: Instruction) -> str:
     text += "or.b32 sm100_o, sm100_o, sm100_d; "
     text += _call("sm100_before_load", "b32 sm100_b", "b32 sm100_o", "b64 sm100_t", result="b64 sm100_s")
     operands = [destination.text, source.text, "[sm100_o]", *(x.text for x in rest)]
-    text += f" {_without(instruction.opcode, 'cta_group::2')} {', '.join(operands)}; "
+    text += f" {instruction.opcode.replace('.cta_group::2', '')} {', '.join(operands)}; "
     arguments = "b32 sm100_b", "b32 sm100_o", "b64 sm100_t", "b64 sm100_s", f"b32 {instruction.line}"
     return _guarded(instruction, text + _call("sm100_after_load", *arguments))
-
-
-def _one_cta_load(instruction: Instruction) -> str:
-    operands = ", ".join(x.text for x in instruction.operands)
-    return f"{_guard(instruction)}{_without(instruction.opcode, 'cta_group::1')} {operands};"
 
 
 def _nothing(instruction: Instruction) -> str:
@@ -246,16 +189,13 @@ def _stores_done(instruction: Instruction) -> str:
 
 class _Rule(NamedTuple):
     pattern: str  # of whole opcodes
-    rewrite: Callable[[Instruction], str | None]  # None: it stays
+    rewrite: Callable[[Instruction], str]
     only_emulated: bool = False  # in kernels that use tensor memory
 
 
 _GROUP = r"cta_group::[12]"
 _RULES = (
     _Rule(r"(fma|mul|add|sub)\b.*\.f32x2", _pairs),
-    _Rule(r"(max|min)(\.ftz|\.NaN|\.xorsign|\.abs)*\.f32", _three_inputs),
-    _Rule(r"(fma|add|sub)\b.*\.f32\.(bf16|f16)", _mixed),
-    _Rule(r"(ld|st)\b.*\.global\b.*(\.v8\.[bfus]32|\.v4\.[bfus]64)", _wide_access),
     _Rule(rf"tcgen05\.alloc\.{_GROUP}\.sync\.aligned\.shared::cta\.b32", _allocate),
     _Rule(rf"tcgen05\.dealloc\.{_GROUP}\.sync\.aligned\.b32", _free),
     _Rule(rf"tcgen05\.relinquish_alloc_permit\.{_GROUP}\.sync\.aligned", _nothing),
@@ -269,7 +209,6 @@ _RULES = (
     _Rule(r"mbarrier\.(try|test)_wait\b.*", _wait, True),
     _Rule(r"setmaxnreg\b.*", _nothing, True),
     _Rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::2\b.*", _pair_load),
-    _Rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::1\b.*", _one_cta_load),
 )
 _UNKNOWN = re.compile(r"tcgen05\b.*|clusterlaunchcontrol\b.*|.*\bcta_group::.*")
 
