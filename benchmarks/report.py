@@ -15,13 +15,6 @@ from benchmarks.harness import CaseReport, Mean, Ruling, Spread, Verdict
 from benchmarks.work import Work
 
 _PROJECT = Path(__file__).parents[1]
-# What files write of a case, as lists. Here it is in seconds, bytes, FLOP, FLOP/s and bytes/s.
-_UNITS = {
-    "work": "FLOP, bytes",
-    "rates": "of a gemm, TFLOP/s; of a copy, TB/s: medians",
-    "measured": "us: median, p10, p90; MB at the peak; median ratio to the time of the one in against",
-    "ratios": "to the times of others: medians",
-}
 _MICRO, _MEGA, _TERA = 1e-6, 1e6, 1e12
 _DIGITS, _COLUMNS = 6, 120
 # What files leave out of a case.
@@ -118,10 +111,14 @@ def environment(device: torch.device, dtype: torch.dtype, commit: str | None) ->
 
 
 def write_json(path: Path, environment: Mapping[str, Any], reports: Sequence[CaseReport]) -> None:
-    """Writes what was measured. Whenever the process ends, the file is a whole one."""
+    """Writes what was measured; whenever the process ends, the file is a whole one.
+
+    Of a case, ``work`` is FLOP and bytes; ``rates`` are medians, TFLOP/s of a gemm and TB/s of a copy. ``measured`` has
+    by contender us (median, p10, p90), MB at the peak and, if ``against`` names another contender, the median ratio to
+    its time; ``ratios`` are other such medians.
+    """
     content = {
         "environment": environment,
-        "units": _UNITS,
         "against": {name: other for report in reports for name, other in report.against.items()},
         "cases": [_written(report) for report in reports],
     }
@@ -137,7 +134,7 @@ def read_json(path: Path) -> list[CaseReport]:
 
 
 def _written(report: CaseReport) -> dict[str, Any]:
-    """JSON fields of a case: in the file's units, a line a contender, nothing empty, no ratio both ways."""
+    """JSON fields of a case, in the file's units: a line a contender, nothing empty, no ratio both ways."""
     measured: dict[str, list[float | None]] = {}
     for name, time in report.times.items():
         peak, against = report.peak_bytes[name], report.against.get(name)
