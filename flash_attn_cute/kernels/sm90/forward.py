@@ -33,11 +33,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineState, PipelineUserType, make_pipeline_state
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
-from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.blocks import Edges, Part, Window
 from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit, raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
@@ -47,7 +48,7 @@ from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
-from flash_attn_cute.kernels.sm90.forward_transfers import Entry, Shared, Transfers
+from flash_attn_cute.kernels.sm90.forward_transfers import NO_EDGES, Entry, Shared, Transfers
 from flash_attn_cute.kernels.sm90.mma import (
     as_operand_a,
     convert,
@@ -163,9 +164,9 @@ class ForwardSm90(ForwardKernel):
         c, shared = self.config, work.shared
         if work.warpgroup == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
             cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES, number_of_threads=256)
-        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
-        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        tile_state = make_pipeline_state(PipelineUserType.Consumer, c.tile_stages)
+        k_state = make_pipeline_state(PipelineUserType.Consumer, c.stages)
+        v_state = make_pipeline_state(PipelineUserType.Consumer, c.stages)
         cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
         working = shared.tiles[0, 0] >= 0
         num_blocks = QueryTile.read(c, shared.tiles[None, 0]).blocks.num
@@ -250,6 +251,7 @@ class ForwardSm90(ForwardKernel):
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             rBias=cute.make_rmem_tensor_like(acc_S, self.dtype) if c.features.tiled_bias else None,
+            seen=cute.make_rmem_tensor((2, 2), Int32) if c.features.intervals else None,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
             softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias, keeps_max_P=self.keeps_max_P),
             max_logits=cute.make_rmem_tensor(2, Float32) if self.keeps_max_logits else None,
@@ -266,37 +268,32 @@ class ForwardSm90(ForwardKernel):
 
     @cute.jit
     def _mainloop(
-        self, work: "_Work", stage: Int32, k_state: pipeline.PipelineState, v_state: pipeline.PipelineState
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        self, work: "_Work", stage: Int32, k_state: PipelineState, v_state: PipelineState
+    ) -> tuple[PipelineState, PipelineState]:
         """All blocks of keys of a tile but the first's scores and the last's output, which neighbours have a part in.
 
         Each part of the mainloop applies the masks that it needs.
         """
-        f = self.config.features
-        blocks = QueryTile.read(self.config, work.shared.tiles[None, stage]).blocks
+        f, fields = self.config.features, work.shared.tiles[None, stage]
+        blocks = QueryTile.read(self.config, fields).blocks
         if const_expr(f.listed):
-            entry, seen = self._read_entry(work, v_state.count), None
+            first = self._read_entry(work, v_state.count)
             if const_expr(f.intervals):
-                tile = QueryTile.read(self.config, work.shared.tiles[None, stage])
+                tile = QueryTile.read(self.config, fields)
                 first_row = tile.first_query + self.queries * work.warpgroup
                 seen = load_row_interval(work.arguments.mIntervals, tile.batch, tile.q.length, first_row, work.cS)
-            bias_row = self._read_bias_row(work, v_state.count)
-            self._read_bias_tile(work, v_state.count)
-            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, bias_row, seen)
-            for _ in cutlass.range(1, blocks.num, unroll=1):
-                self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
+                work.seen.store(seen.load())
+        else:
+            first = Entry(blocks.nth(Int32(0)), Edges(left=f.left, right=True))
+        bias_row = self._read_bias_row(work, v_state.count)
+        self._read_bias_tile(work, v_state.count)
+        self._softmax_step(work, stage, first, True, v_state.count, bias_row)
+        for part in [Part(NO_EDGES, Int32(1), blocks.num)] if f.listed else blocks.parts(f.left, f.right):
+            for i in cutlass.range(part.first, part.end, unroll=1):
+                entry = None if const_expr(f.listed) else Entry(blocks.nth(i), part.edges)
+                self._step(work, stage, entry, k_state, v_state)
                 k_state.advance()
                 v_state.advance()
-        else:
-            first = Entry(blocks.nth(Int32(0)), None, None)
-            bias_row = self._read_bias_row(work, v_state.count)
-            self._read_bias_tile(work, v_state.count)
-            self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count, bias_row)
-            for part in blocks.parts(f.left, f.right):
-                for i in cutlass.range(part.first, part.end, unroll=1):
-                    self._step(work, stage, Entry(blocks.nth(i), None, None), part.edges, k_state, v_state)
-                    k_state.advance()
-                    v_state.advance()
         return k_state, v_state
 
     @cute.jit
@@ -304,18 +301,12 @@ class ForwardSm90(ForwardKernel):
         """Entry of a step's block, published by warp 0 with K; its bits are being loaded."""
         entries, i = work.shared.entries, step % work.shared.entries.shape[1]
         block, code = entries[0, i], entries[1, i]
-        return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread, asks=True))
+        words = bits_of(work.tables.mBits, code, work.warpgroup, work.thread, asks=True)
+        return Entry(block, code=code, words=words)
 
     @cute.jit
     def _step(
-        self,
-        work: "_Work",
-        stage: Int32,
-        entry: Entry | None,
-        edges: Constexpr,
-        k_state: pipeline.PipelineState,
-        v_state: pipeline.PipelineState,
-        seen: cute.Tensor | None = None,
+        self, work: "_Work", stage: Int32, entry: Entry | None, k_state: PipelineState, v_state: PipelineState
     ) -> None:
         """One block of the steady state: its scores, and the output of the block before it.
 
@@ -340,7 +331,7 @@ class ForwardSm90(ForwardKernel):
         shared.pipe_V.consumer_release(v_state)
         if const_expr(self.config.reads_bias_late):
             self._read_bias_tile(work, v_state.count + 1)
-        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, bias_row, seen)
+        self._softmax_step(work, stage, entry, False, v_state.count + 1, bias_row)
 
     @cute.jit
     def _read_bias_row(self, work: "_Work", step: Int32) -> cute.Tensor | None:
@@ -399,22 +390,14 @@ class ForwardSm90(ForwardKernel):
 
     @cute.jit
     def _softmax_step(
-        self,
-        work: "_Work",
-        stage: Int32,
-        entry: Entry,
-        edges: Constexpr,
-        is_first: Constexpr,
-        step: Int32,
-        bias_row: cute.Tensor | None,
-        seen: cute.Tensor | None = None,
+        self, work: "_Work", stage: Int32, entry: Entry, is_first: Constexpr, step: Int32, bias_row: cute.Tensor | None
     ) -> None:
         """Computes P from S: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
         if const_expr(self.keeps_max_logits):
             scale = work.arguments.numbers.softmax_scale
             tile = QueryTile.read(c, shared.tiles[None, stage])
-            self._hide(work, entry, self._place(work, tile, entry), edges, scale, seen)
+            self._hide(work, entry, self._place(work, tile, entry), scale)
             raise_logits(work.max_logits, work.acc_S, scale)
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
@@ -422,16 +405,16 @@ class ForwardSm90(ForwardKernel):
         adds_bias = c.features.bias and not (c.adds_to_bias or c.features.tiled_bias)
         if const_expr(c.features.tiled_bias):
             add_bias_tile(work.acc_S, work.scales, work.rBias)
-        if const_expr(edges.left or edges.right or adds_bias):
+        if const_expr(entry.edges.left or entry.edges.right or adds_bias):
             tile = QueryTile.read(c, shared.tiles[None, stage])
             place = self._place(work, tile, entry)
             if const_expr(c.has_bias_row and adds_bias):
                 add_bias(work.acc_S, work.scales, lambda row, column: bias_row[column])
             elif const_expr(adds_bias):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
-                clips = edges.right or c.features.listed
+                clips = entry.edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
-        self._hide(work, entry, place, edges, work.scales.log2, seen)
+        self._hide(work, entry, place, work.scales.log2)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first, reference)
 
     def _place(self, work: "_Work", tile: QueryTile, entry: Entry) -> Place:
@@ -447,17 +430,9 @@ class ForwardSm90(ForwardKernel):
         )
 
     @cute.jit
-    def _hide(
-        self,
-        work: "_Work",
-        entry: Entry,
-        place: Place | None,
-        edges: Constexpr,
-        scale: Float32,
-        seen: cute.Tensor | None,
-    ) -> None:
+    def _hide(self, work: "_Work", entry: Entry, place: Place | None, scale: Float32) -> None:
         """Masks scores that are yet to be multiplied by ``scale``: edges, bits and intervals."""
-        c = self.config
+        c, edges = self.config, entry.edges
         if const_expr(edges.left or edges.right):
             hide(work.acc_S, work.cS, scale, place, edges, heads_a_row=c.group)
         if const_expr(c.features.listed):
@@ -465,7 +440,7 @@ class ForwardSm90(ForwardKernel):
                 hide_by_bits(work.acc_S, entry.words, hidden(scale))
         if const_expr(c.features.intervals):
             first_column = entry.block * c.tile_n
-            mask_outside_interval(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(scale))
+            mask_outside_interval(work.acc_S, work.cS, work.seen, first_column, c.tile_n, hidden(scale))
 
     @cute.jit
     def epilogue(self, work: "_Work", stage: Int32) -> None:
@@ -566,6 +541,7 @@ class _Work:
     acc_O: cute.Tensor
     rP: cute.Tensor  # acc_S rounded, laid out alike
     rBias: cute.Tensor | None  # a block's bias, laid out alike, if TMA has loaded it
+    seen: cute.Tensor | None  # intervals of keys that this thread's rows see (``load_row_interval``)
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     max_logits: cute.Tensor | None  # of this thread's rows, where they do not follow from P

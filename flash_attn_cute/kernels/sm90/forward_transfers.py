@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr, pipeline
+from cutlass import Boolean, Constexpr, Int32, const_expr, pipeline
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Tables
+from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.score_tensors import scores_of
@@ -18,14 +19,17 @@ from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 
+NO_EDGES = Edges(left=False, right=False)
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A block of keys, and under a mask what hides some of it."""
+    """A block of keys, and what hides some of it: edges, or under a mask bits."""
 
     block: Int32
-    code: Int32 | None  # whether there are bits: if not negative
-    words: cute.Tensor | None
+    edges: Constexpr = NO_EDGES
+    code: Int32 | None = None  # whether there are bits: if not negative
+    words: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
