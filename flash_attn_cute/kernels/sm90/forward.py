@@ -59,8 +59,8 @@ from flash_attn_cute.kernels.sm90.mma import (
 )
 from flash_attn_cute.kernels.sm90.scores import (
     add_bias,
-    add_bias_rows,
     add_bias_tile,
+    bias_elements,
     cap,
     fill_with_bias_row,
     hide,
@@ -411,9 +411,14 @@ class ForwardSm90(ForwardKernel):
             if const_expr(c.has_bias_row and adds_bias):
                 add_bias(work.acc_S, work.scales, lambda row, column: bias_row[column])
             elif const_expr(adds_bias):
-                rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
+                if const_expr(c.bias_pitch):
+                    shared.bias.ring.wait_full(step)  # from warps 1 to 3
+                rows, coordinates = tile.rows_of_bias(c), rows_and_columns(work.cS)
                 clips = entry.edges.right or c.features.listed
-                add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
+                bias = bias_elements(shared.bias, step, rows, place, 64 * work.warpgroup, coordinates, clips)
+                add_bias(work.acc_S, work.scales, bias)
+                if const_expr(c.bias_pitch):
+                    shared.bias.ring.release(step)  # to warps 1 to 3
         self._hide(work, entry, place, work.scales.log2)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first, reference)
 

@@ -109,7 +109,11 @@ def bias_elements(
     coordinates: cute.Tensor,
     clips_columns: bool,
 ) -> Elements | SharedElements:
-    """Reader of a bias: from its stage, or from global memory. Arguments as in ``add_bias_rows``."""
+    """Reader of a bias where rows are queries: from its stage, or, if it is strided, from global memory.
+
+    ``first_row`` is the warpgroup's of the tile's ``rows``; ``clips_columns``: whether columns may be behind the
+    sequence's end.
+    """
     if shared.pitch:
         return SharedElements(shared, step, rows, first_row, coordinates)
     return Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns)
@@ -131,30 +135,6 @@ def add_bias_tile(acc_S: cute.Tensor, scales: ScoreScales, rBias: cute.Tensor) -
     pairs = cute.recast_tensor(rBias, Int32)
     for i in cutlass.range_constexpr(cute.size(acc_S)):
         acc_S[i] = fma(acc_S[i], scales.bias, unpack(pairs[i // 2], i % 2, rBias.element_type))
-
-
-@cute.jit
-def add_bias_rows(
-    acc_S: cute.Tensor,
-    cS: cute.Tensor,
-    scales: ScoreScales,
-    shared: SharedBias,
-    step: Int32,
-    rows: RowsOfScores,
-    place: Place,
-    first_row: Int32,
-    clips_columns: Constexpr,
-) -> None:
-    """Adds a bias where rows are queries: from shared memory or, if it is strided, from where it is.
-
-    ``first_row`` is the warpgroup's of the tile's ``rows``; ``clips_columns``: whether columns may be behind the
-    sequence's end.
-    """
-    if const_expr(shared.pitch):
-        shared.ring.wait_full(step)  # from those who load
-    add_bias(acc_S, scales, bias_elements(shared, step, rows, place, first_row, rows_and_columns(cS), clips_columns))
-    if const_expr(shared.pitch):
-        shared.ring.release(step)  # to those who load
 
 
 @cute.jit

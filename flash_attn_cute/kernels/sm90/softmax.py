@@ -3,6 +3,8 @@
 Maxima would be a fifth of a block's instructions, and all others would wait for them.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
@@ -12,6 +14,16 @@ from flash_attn_cute.kernels.common.max_logits import larger_P
 from flash_attn_cute.kernels.common.score import LN2, LOG2_E
 from flash_attn_cute.kernels.common.softmax import LARGE, MAX_SUM, SoftmaxState, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
+
+
+class _Block(NamedTuple):
+    """A thread's scores of a block, and what becomes of them. With a ``reference`` see ``OnlineSoftmax.step``."""
+
+    scores: list[Float32]  # in the order of ``acc_S``: pairs of columns of row 0 and of row 1 take turns
+    rP: cute.Tensor
+    sums: cute.Tensor  # of P of each row
+    max_P: cute.Tensor | None  # if wanted, what is largest of P of each row, and of that of the blocks before
+    reference: Float32 | None
 
 
 class OnlineSoftmax(SoftmaxState):
@@ -36,18 +48,18 @@ class OnlineSoftmax(SoftmaxState):
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
         max_P = cute.make_rmem_tensor(self.num_rows, Float32) if const_expr(self.max_P is not None) else None
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
-        scores = [acc_S[i] for i in range(cute.size(acc_S))]
+        block = _Block([acc_S[i] for i in range(cute.size(acc_S))], rP, sums, max_P, reference)
         if const_expr(is_first):
-            self._raise_max_and_compute_P(scores, rP, sums, max_P, reference, None)
+            self._raise_max_and_compute_P(block, None)
         else:
             # A row without a visible key so far, its maximum being -inf, has no finite P here.
-            self._compute_P(scores, rP, sums, max_P, reference, self.row_max, in_advance=True)
+            self._compute_P(block, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 first_sums = [sums[r] for r in range(self.num_rows)]
-                corrections = self._raise_max_and_compute_P(scores, rP, sums, max_P, reference, first_sums)
+                corrections = self._raise_max_and_compute_P(block, first_sums)
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -59,18 +71,9 @@ class OnlineSoftmax(SoftmaxState):
                 self.max_P[r] = max_P[r]
 
     @cute.jit
-    def _raise_max_and_compute_P(
-        self,
-        scores: list[Float32],
-        rP: cute.Tensor,
-        sums: cute.Tensor,
-        max_P: cute.Tensor | None,
-        reference: Float32 | None,
-        first_sums: list[Float32] | None,
-    ) -> cute.Tensor:
+    def _raise_max_and_compute_P(self, block: _Block, first_sums: list[Float32] | None) -> cute.Tensor:
         """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
 
-        Scores are this thread's, in the order of ``acc_S``: pairs of columns of row 0 and of row 1 take turns.
         Returns the factors that O must be multiplied by: 1 where row_max stays, and then P stays as well.
         """
         shifts = cute.make_rmem_tensor_like(self.row_max)
@@ -80,16 +83,16 @@ class OnlineSoftmax(SoftmaxState):
             if const_expr(first_sums is not None):
                 fits = self._of_row(first_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
-            if const_expr(reference is not None):
+            if const_expr(block.reference is not None):
                 factor = self.scale_log2 * LN2
-            own = [x for i, x in enumerate(scores) if i // 2 % self.num_rows == r]
+            own = [x for i, x in enumerate(block.scores) if i // 2 % self.num_rows == r]
             peak = own[0] * factor
             for x in own[1:]:
                 peak = cute.arch.fmax(peak, x * factor)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
-            if const_expr(reference is not None):
-                peak += reference
+            if const_expr(block.reference is not None):
+                peak += block.reference
             row_max = cute.arch.fmax(self.row_max[r], peak)
             row_max = self.row_max[r] if fits else row_max
             # A row that still has no visible key gets P = exp2(-inf - 0).
@@ -99,7 +102,7 @@ class OnlineSoftmax(SoftmaxState):
             self.row_sum[r] *= corrections[r]
             if const_expr(self.max_P is not None):
                 self.max_P[r] *= corrections[r]
-        self._compute_P(scores, rP, sums, max_P, reference, shifts, in_advance=False)
+        self._compute_P(block, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -108,23 +111,13 @@ class OnlineSoftmax(SoftmaxState):
         return lanes & 0b1111 == 0b1111
 
     @cute.jit
-    def _compute_P(
-        self,
-        scores: list[Float32],
-        rP: cute.Tensor,
-        sums: cute.Tensor,
-        max_P: cute.Tensor | None,
-        reference: Float32 | None,
-        shifts: cute.Tensor,
-        in_advance: Constexpr,
-    ) -> None:
+    def _compute_P(self, block: _Block, shifts: cute.Tensor, in_advance: Constexpr) -> None:
         """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
-
-        ``max_P``, if given, becomes what is largest of it and of the P of the blocks before.
 
         The additions are explicitly fused: P of a row has the same bits however often it is computed with the same
         shift.
         """
+        scores, rP, sums, max_P, reference = block
         packed = cute.recast_tensor(rP, Int32)
         shift = [shifts[r] for r in range(self.num_rows)]
         first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
