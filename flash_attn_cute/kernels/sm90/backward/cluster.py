@@ -43,7 +43,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import STAGES, cluster_schedule
@@ -53,8 +53,9 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_
 from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
 from flash_attn_cute.kernels.sm90.shared import read_a, swizzled, transposed, write
 
-# Named barriers, of 128 threads each; 0 is the whole CTA's.
-_BARRIER_DV, _BARRIER_DK = 1, 2
+# Gradients of keys, as ``which`` names them; to each belongs a named barrier of 128 threads. 0 is the whole CTA's.
+_DK, _DV = 0, 1
+_BARRIERS = 2, 1
 
 
 class _Mmas(NamedTuple):
@@ -129,7 +130,7 @@ class BackwardClusterSm90(BackwardKernel):
         cute.arch.cluster_wait()
         index = cute.arch.make_warp_uniform(cute.arch.map_dsmem_ptr(storage.tile.data_ptr(), 0).load())
 
-        work = _Work(a, ws, index, shared)
+        work = _Work(a, ws, index, shared, mmas, tma, (mdK, mdV))
         if warp_idx < scores.warps.start:
             set_registers(self.schedule.role("q_producer").registers, threads)
             transfers = Transfers(c, a, ws, index, tma, shared)
@@ -144,26 +145,26 @@ class BackwardClusterSm90(BackwardKernel):
                     transfers.signal_semaphores()
         elif warp_idx < scores.warps.stop:
             set_registers(scores.registers, threads)
-            self.score(work, mmas, tma.dV, mdV, scales)
+            self.score(work, scales)
         elif warp_idx < gradients.warps.stop:
             set_registers(gradients.registers, threads)
-            self.compute_dS(work, mmas, tma.dK, mdK)
+            self.compute_dS(work)
         else:
             set_registers(sums.registers, threads)
-            self.sum_queries(work, mmas.dQ)
+            self.sum_queries(work)
         # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
-    def score(self, work: "_Work", mmas: _Mmas, store: RowTiles | None, mdV: cute.Tensor, scales: ScoreScales) -> None:
+    def score(self, work: "_Work", scales: ScoreScales) -> None:
         """Warpgroup 1: weights, and dV."""
         c, a, ws, shared = self.config, work.arguments, work.workspace, work.shared
         thread = cute.arch.thread_idx()[0] % 128
         blocks = BlockIterator.of(c, a, ws, work.index)
         tile = blocks.tile
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        mma_S, mma_dV = mmas.S, mmas.dV
+        mma_S, mma_dV = work.mmas.S, work.mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
         tSrK = self._operand(mma_S, shared.sK, thread)
         tSrQ = mma_S.make_fragment_B(whole_S.partition_B(shared.sQ))  # (MMA, 1, MMA_K, PIPE)
@@ -237,11 +238,7 @@ class BackwardClusterSm90(BackwardKernel):
                 # dO is over, and dV leaves through its place once all have read it.
                 for i in cutlass.range_constexpr(STAGES):
                     shared.rings.do.wait_empty(num_steps * parts + i)
-        if const_expr(c.features.grouped):
-            self._add(work, tile, acc_dV, 1, thread, _BARRIER_DV)
-        else:
-            places = [shared.sdO[None, None, part] for part in range(parts)]
-            self._store(shared, tile, acc_dV, mma_dV, store, places, mdV, thread, _BARRIER_DV)
+        self._put_out(work, tile, acc_dV, _DV, thread)
 
     def _operand(self, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> cute.Tensor:
         """Keys or values as the A operand of S or dP, (MMA, 1, MMA_K): in shared memory, or registers for them."""
@@ -261,13 +258,13 @@ class BackwardClusterSm90(BackwardKernel):
         return tile.first_key + 64 * cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     @cute.jit
-    def compute_dS(self, work: "_Work", mmas: _Mmas, store: RowTiles | None, mdK: cute.Tensor) -> None:
+    def compute_dS(self, work: "_Work") -> None:
         """Warpgroup 2: gradients of the scores, for both CTAs, and dK."""
         c, a, shared = self.config, work.arguments, work.shared
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
         tile = BlockIterator.of(c, a, work.workspace, work.index).tile
-        mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
+        mma_dP, mma_dK, parts = work.mmas.S, work.mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
         tPrV = [self._operand(mma_dP, sV, thread) for sV in sV_parts]
@@ -305,13 +302,11 @@ class BackwardClusterSm90(BackwardKernel):
                 self._hand_out(rdS, mma_dP, shared, step, thread)
                 warpgroup.wait_group(0)
                 shared.rings.q.release_in_both(step)  # to warps 0
-        if const_expr(c.features.grouped):
-            self._add(work, tile, [acc_dK], 0, thread, _BARRIER_DK)
-        else:
+        if const_expr(not c.features.grouped):
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[i] = scaled(acc_dK[i], a.numbers.softmax_scale)
-            # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
-            self._store(shared, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, thread, _BARRIER_DK)
+        # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
+        self._put_out(work, tile, [acc_dK], _DK, thread)
 
     def _eight(self, P: cute.Tensor, i: int) -> cute.Tensor:
         """This thread's weights of the i-th group of sixteen queries, two a register, from warpgroup 1."""
@@ -336,9 +331,9 @@ class BackwardClusterSm90(BackwardKernel):
             copy_to_cta(1 - shared.rank, own + 4 * numbers, own, 2 * numbers, full)
 
     @cute.jit
-    def sum_queries(self, work: "_Work", mma_dQ: cute.TiledMma) -> None:
+    def sum_queries(self, work: "_Work") -> None:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
-        c, ws, shared = self.config, work.workspace, work.shared
+        c, ws, shared, mma_dQ = self.config, work.workspace, work.shared, work.mmas.dQ
         thread = cute.arch.thread_idx()[0] % 128
         blocks = BlockIterator.of(c, work.arguments, ws, work.index)
         tile = blocks.tile
@@ -367,11 +362,17 @@ class BackwardClusterSm90(BackwardKernel):
                 shared.order.arrive(step)
 
     @cute.jit
-    def _add(
-        self, work: "_Work", tile: KeyTile, accs: list[cute.Tensor], which: Constexpr, thread: Int32, barrier: Constexpr
-    ) -> None:
-        """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
-        c, ws, shared = self.config, work.workspace, work.shared
+    def _put_out(self, work: "_Work", tile: KeyTile, accs: list[cute.Tensor], which: Constexpr, thread: Int32) -> None:
+        """Puts out a warpgroup's dK or dV, side by side in parts: of grouped heads to the workspace."""
+        if const_expr(self.config.features.grouped):
+            self._add(work, tile, accs, which, thread)
+        else:
+            self._store(work, tile, accs, which, thread)
+
+    @cute.jit
+    def _add(self, work: "_Work", tile: KeyTile, accs: list[cute.Tensor], which: Constexpr, thread: Int32) -> None:
+        """Adds to the workspace."""
+        c, ws, shared, barrier = self.config, work.workspace, work.shared, _BARRIERS[which]
         if tile.blocks.num > 0:
             semaphore = semaphores.at(ws.mSemaphoresK, 2 * shared.rank + which, tile.head_k, tile.block)
             is_first = tile.wait_turn(c, semaphore, barrier)
@@ -385,23 +386,11 @@ class BackwardClusterSm90(BackwardKernel):
                 semaphores.signal_as_warpgroup(semaphore, barrier)
 
     @cute.jit
-    def _store(
-        self,
-        shared: Shared,
-        tile: KeyTile,
-        accs: list[cute.Tensor],
-        mma: cute.TiledMma,
-        store: RowTiles | None,
-        places: list[cute.Tensor],
-        mX: cute.Tensor,
-        thread: Int32,
-        barrier: Constexpr,
-    ) -> None:
-        """A warpgroup's dK or dV, side by side in parts, through shared memory and TMA; zeros into the padding.
-
-        In float32 they are written from registers.
-        """
-        c = self.config
+    def _store(self, work: "_Work", tile: KeyTile, accs: list[cute.Tensor], which: Constexpr, thread: Int32) -> None:
+        """Stores through shared memory and TMA, or from registers in float32; zeros into the padding."""
+        c, shared, barrier, mX = self.config, work.shared, _BARRIERS[which], work.gradients[which]
+        mma, store = (work.mmas.dK, work.mmas.dV)[which], (work.tma.dK, work.tma.dV)[which]
+        places = [(shared.sQ, shared.sdO)[which][None, None, part] for part in range(len(accs))]
         start = tile.first_key + 64 * shared.rank
         stop = cutlass.min(start + 64, tile.k.length)
         if const_expr(c.features.wide):
@@ -437,3 +426,6 @@ class _Work:
     workspace: Workspace
     index: Int32  # of the tile
     shared: Shared
+    mmas: _Mmas
+    tma: Tiles
+    gradients: tuple[cute.Tensor, cute.Tensor]  # dK and dV

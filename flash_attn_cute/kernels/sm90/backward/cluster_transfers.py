@@ -142,10 +142,7 @@ class Transfers:
             with cute.arch.elect_one():
                 keys_ring.announce(once)
             for t, sK, rank, column_tile in keys:
-                first = tile.first_key + 64 * rank
-                last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
-                g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
-                t.load(g, sK, keys_ring.full(once))
+                t.load(t.at(*tile.keys_of(rank, 64), tile.head_k, tile.batch, column_tile), sK, keys_ring.full(once))
         with_stats = ring is shared.rings.q
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):

@@ -175,15 +175,8 @@ class BackwardCtaSm90(BackwardKernel):
             set_registers(mma.registers, c.ctas_an_sm * schedule.threads)
             self.mma(a, ws, mmas, shared, scales)
             if const_expr(not c.stores_dS):
-                rounded = partial(
-                    round_block,
-                    scale=a.numbers.softmax_scale,
-                    tile_d=c.tile_d,
-                    columns=c.columns_dQ,
-                    num_threads=32,
-                    at_once=_ROUNDED_AT_ONCE,
-                    transposed=c.transposes_dQ,
-                )
+                sizes = {"tile_d": c.tile_d, "columns": c.columns_dQ, "num_threads": 32, "at_once": _ROUNDED_AT_ONCE}
+                rounded = partial(round_block, scale=a.numbers.softmax_scale, transposed=c.transposes_dQ, **sizes)
                 round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
 
     @cute.jit

@@ -123,10 +123,7 @@ class Transfers:
         """A tile's keys or values: K or V, 64 rows an mma warpgroup."""
         ring.acquire(tile_idx)  # from the mma warps: this stage is released
         for w in cutlass.range_constexpr(self.config.num_mma_warpgroups):
-            start = tile.first_key + 64 * w
-            stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
-            g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-            t.load(g, sX[None, None, w], ring.full(tile_idx))
+            t.load(t.at(*tile.keys_of(Int32(w), 64), tile.head_k, tile.batch), sX[None, None, w], ring.full(tile_idx))
 
     @cute.jit
     def _load_queries(self, tile: KeyTile, head: Int32, info: StepFields, step: Int32) -> None:

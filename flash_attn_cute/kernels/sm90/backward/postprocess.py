@@ -55,19 +55,9 @@ class Postprocess:
         if work.first_row < length:
             at_once = self.tile_m * self.tile_d // 16 // _THREADS
             at_once = at_once // 2 if const_expr(at_once > 4) else at_once  # more registers, fewer CTAs
-            round_block(
-                a.mdXaccum[work.head, Int64(work.block), None],
-                gdX,
-                work.first_row,
-                SeqRows(rows.start, length),
-                stop,
-                thread,
-                scale=a.scale,
-                tile_d=self.tile_d,
-                columns=self.columns,
-                num_threads=_THREADS,
-                at_once=at_once,
-            )
+            sums, real = a.mdXaccum[work.head, Int64(work.block), None], SeqRows(rows.start, length)
+            sizes = {"tile_d": self.tile_d, "columns": self.columns, "num_threads": _THREADS, "at_once": at_once}
+            round_block(sums, gdX, work.first_row, real, stop, thread, scale=a.scale, **sizes)
         else:  # the workspace may hold nothing
             num_rows = cutlass.min(stop - work.first_row, self.tile_m)
             zero_rows(gdX, rows.start + work.first_row, num_rows, thread, _THREADS)
