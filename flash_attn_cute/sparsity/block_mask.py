@@ -450,9 +450,11 @@ class BlockMask(TabledMask):
             tables: whether to make also the tables of windows and documents, which dense calls do not need.
 
         Raises:
-            TypeError: something else than a device.
+            TypeError: something else than a device, or than a bool.
             ValueError: no device, another one than the mask's, or one that PyTorch does not know.
         """
+        if not isinstance(tables, bool):
+            raise TypeError(f"tables: expected a bool, got {tables!r}")
         if device is None and self.device is None:
             raise ValueError("device: expected one, as the mask has no tensors, got None")
         where = self.device if device is None else mask_arguments.check_device(device)

@@ -139,6 +139,8 @@ BlockMask.from_dense(MAP) & BlockMask.from_dense(MAP.to("meta"))
     ValueError: &: expected masks of one device, cpu, got meta
 BlockMask.causal(3, 3).build()
     ValueError: device: expected one, as the mask has no tensors, got None
+BlockMask.causal(8, 8).build("cpu", tables="no")
+    TypeError: tables: expected a bool, got 'no'
 BlockMask.from_dense(MAP).build("meta")
     ValueError: device: expected that of the mask, cpu, got meta
 BlockMask.causal(3, 3).with_order("fast")
