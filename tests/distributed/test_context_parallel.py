@@ -4,6 +4,7 @@ import json
 import random
 import statistics
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -39,7 +40,6 @@ from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Options
 from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
-from tests.lib.over_ranks.all_cases import every_case, layers_of_several_windows
 from tests.lib.over_ranks.block_masks import block_masks
 from tests.lib.over_ranks.disagreements import (
     disagreements,
@@ -50,7 +50,7 @@ from tests.lib.over_ranks.disagreements import (
 )
 from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
 from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
-from tests.lib.over_ranks.padded import padded_batch, padded_documents, padded_on_a_gpu
+from tests.lib.over_ranks.padded import padded_documents, padded_on_a_gpu
 from tests.lib.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
 from tests.lib.over_ranks.programs import (
     backward_without_a_group,
@@ -60,34 +60,29 @@ from tests.lib.over_ranks.programs import (
     compiled_without_a_sharding,
     example,
     operators_are_sound,
-    surroundings,
+    second_derivatives,
 )
 from tests.lib.over_ranks.uncut import uncut_documents
 
 # What ranks are started for takes less time than to start them.
-ON_RANKS = {
-    1: [every_case, layers_of_several_windows, block_masks, operators_are_sound, padded_documents, drawn_calls],
+ON_RANKS: dict[int, list[Callable[[], None]]] = {
+    1: [block_masks, operators_are_sound, padded_documents, drawn_calls],
     2: [
         benchmark,  # which collects garbage, of which compilers leave much
-        every_case,
-        layers_of_several_windows,
         block_masks,
         low_precision,
-        surroundings,
+        second_derivatives,
         compiled,
         compiled_in_context,
         compiled_without_a_sharding,
         backward_without_a_group,
         example,
         padded_documents,
-        padded_batch,
         drawn_calls,
         uncut_documents,
     ],
-    3: [every_case, layers_of_several_windows, as_precise_as_one, padded_documents, drawn_calls],
+    3: [as_precise_as_one, padded_documents, drawn_calls],
     4: [
-        every_case,
-        layers_of_several_windows,
         one_part_and_several,
         as_precise_as_one,
         block_masks,
@@ -96,10 +91,9 @@ ON_RANKS = {
         nothing_to_do,
         neighbours,
         padded_documents,
-        padded_batch,
         drawn_calls,
     ],
-    8: [every_case],
+    8: [drawn_calls],
 }
 
 

@@ -116,7 +116,6 @@ def _main(backend: str, num_ranks: int, folder: Path, *names: str) -> int:
 
 def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # all draw the same
     try:
         if backend != "gloo":
             torch.cuda.set_device(rank if backend == "nccl" else 0)
@@ -132,8 +131,8 @@ def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_
             by_way_of_the_host()
         if backend != "gloo":
             _compile_ahead(functions, rank, num_ranks)
-            torch.manual_seed(0)
         for function in functions:
+            torch.manual_seed(0)  # all draw the same
             function()
         dist.barrier()
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from flash_attn_cute.distributed import (
     gather,
     rank_of,
 )
-from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, balanced, expected_here, together
+from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, expected_here, together
 from tests.lib.refusals import assert_refused, pairs
 
 SAME = "expected the same on all ranks of the group, got"
@@ -27,7 +27,7 @@ SAME = "expected the same on all ranks of the group, got"
 def disagreements() -> None:
     """One clear error on every rank, and none where ranks agree."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    sharding = balanced(size)
+    sharding = PACKED.sharding(size)
     leaves = Leaves.of(PACKED)
     q, k, v = (sharding.shard(x, rank) for x in (leaves.q, leaves.k, leaves.v))
     agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v, "method": "ring"}
@@ -65,7 +65,10 @@ def disagreements() -> None:
         ({"seqused_k": [1, 1, 1, 0, 1]}, r"seqused_k: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
         # what is wrong on one rank alone
         ({"q": q[1:]}, "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape"),
-        ({"sharding": balanced(2)}, "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2"),
+        (
+            {"sharding": PACKED.sharding(2)},
+            "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2",
+        ),
         ({"mask": torch.ones(1, dtype=torch.bool)}, "rank 1 of the group: mask: expected None"),
         ({"bias": torch.ones(1)}, "rank 1 of the group: bias: expected None"),
         ({"block_mask": BlockMask.causal(128, 128)}, "rank 1 of the group: method: expected 'auto' or 'all_to_all'"),
@@ -139,14 +142,14 @@ def disagreements() -> None:
     assert gather(mine, sharding, dim=1).shape == (2, 128)
     for way in WAYS[:2]:
         assert_same(
-            together(PACKED, leaves, sharding, None, **way),
-            expected_here(PACKED, alone(PACKED, leaves), sharding, None, rank),
+            together(PACKED, leaves, sharding, **way),
+            expected_here(alone(PACKED, leaves), sharding, rank),
             way,
         )
     mesh = init_device_mesh("cpu", (size, 1))
     with pytest.raises(ValueError, match="rank 0 of the group: method: expected 'auto', 'all_gather' or 'ring'"):
-        together(PACKED, leaves, sharding, None, group=mesh, method="all_to_all")
-    assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
+        together(PACKED, leaves, sharding, group=mesh, method="all_to_all")
+    assert together(PACKED, leaves, sharding, group=mesh)["out"].isfinite().all()
 
 
 GATHERED = """

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from flash_attn_cute.distributed import (
     rank_of,
 )
 from flash_attn_cute.distributed.process_groups import Transfer
-from tests.lib.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, balanced, together
+from tests.lib.over_ranks.cases import PACKED, WAYS, Case, Leaves, together
 
 
 class Block(nn.Module):
@@ -42,10 +42,9 @@ class Block(nn.Module):
 
 def other_meshes() -> None:
     """FSDP over the ranks of data and context together, and tensor parallelism beside context parallelism."""
-    torch.manual_seed(0)
-    cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32)
+    cu, longest = torch.tensor(PACKED.offsets, dtype=torch.int32), max(PACKED.lengths)
     batches = torch.randn(2, int(cu[-1]), 16, dtype=torch.float64)
-    model, sharding = nn.Sequential(Block(), Block()), balanced(2)
+    model, sharding = nn.Sequential(Block(), Block()), PACKED.sharding(2)
 
     def loss(blocks: Any, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         for block in blocks:
@@ -53,7 +52,7 @@ def other_meshes() -> None:
         return x.square().sum() / batches.numel()
 
     def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_varlen_func(q, k, v, cu, cu, max(DOCUMENTS), max(DOCUMENTS), causal=True)
+        return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
 
     expected = copy.deepcopy(model)
     for x in batches:
@@ -139,7 +138,7 @@ def nothing_to_do() -> None:
 def neighbours() -> None:
     """Under a window no rank hears of any but those next to it."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    case = Case([40 * size], [40 * size], {"causal": True, "window_size": (30, None)})
+    case = Case([40 * size], {"causal": True, "window_size": (30, None)})
     leaves, sharding = Leaves.of(case), Sharding.contiguous([0, 40 * size], size)
     peers: set[int] = set()
 
@@ -153,5 +152,5 @@ def neighbours() -> None:
             patch.setattr(f"flash_attn_cute.distributed.{name}.Transfer", Recorded)
         for way in WAYS[:2]:
             peers.clear()
-            together(case, leaves, sharding, None, **way)
+            together(case, leaves, sharding, **way)
             assert peers == {rank - 1, rank + 1} & set(range(size)), way

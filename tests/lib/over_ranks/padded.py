@@ -57,7 +57,6 @@ def rows_of(*shape: int, device: str) -> Tensor:
 
 def padded_documents(device: str = "cpu") -> None:
     """Packed calls and Transformer Engine's thd, offsets of lengths in one tensor or in two."""
-    torch.manual_seed(0)  # all ranks draw the same
     size = dist.get_world_size()
     memory, used, true = int32(MEMORY, device), int32(LENGTHS, device), int32([0, *accumulate(LENGTHS)], device)
     x = rows_of(ROWS, 3, 12, 16, device=device)
@@ -125,28 +124,9 @@ def padded_documents(device: str = "cpu") -> None:
             way(mine)
 
 
-def padded_batch(device: str = "cpu") -> None:
-    """A dense batch, whose entries end at different rows."""
-    torch.manual_seed(0)
-    used = int32([31, 0, 50], device)
-    x = rows_of(3, 50, 3, 12, 16, device=device)
-    for entry, length in enumerate(used.tolist()):
-        x[entry, length:] = torch.nan
-    sharding = Sharding.balanced([0, 50], dist.get_world_size(), causal=True)
-    for method in METHODS:
-        assert_same_inside(
-            lambda x: flash_attn_func(*x.unbind(2), causal=True, seqused_q=used, seqused_k=used),
-            x,
-            sharding.with_lengths(seqused_q=used, seqused_k=used),
-            method,
-            1,
-        )
-
-
 def padded_on_a_gpu() -> None:
-    """Both by kernels, lengths on the device; compared with those of the sharding by request."""
+    """By kernels, lengths on the device; compared with those of the sharding by request."""
     for check in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(settings, "check_data", lambda check=check: check)
             padded_documents("cuda")
-            padded_batch("cuda")
