@@ -5,11 +5,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import gradient_errors
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import selection_plan
-from tests.lib.checks import Case, bitwise_equal, random_call, same_bits
-from tests.lib.interpreted.selection import check, check_gradients, gradients_of, results_of
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.problem.spec import Results
+from lab import interpreter
+from tests.lib import oracle
+from tests.lib.checks import (
+    Case,
+    assert_max_logits_close,
+    assert_results_close,
+    bitwise_equal,
+    poisoned_dout,
+    random_call,
+    same_bits,
+)
+from tests.lib.interpreted.common import NUM_SMS, Interpreted, as_given, by_name
 from tests.lib.masks import random_selection, with_selection
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
@@ -26,9 +40,6 @@ CASES: dict[str, Case] = {
                "causal": True, "sink": True, "softcap": 3.0},
     "packed-window": {"q": [20, 17, 31], "k": [70, 0, 129], "nheads": 6, "nheads_k": 2, "packed": True,
                       "window_size": (40, 10), "top": 4, "seqused": True},
-    "padded": {"q": [20, 33, 0], "k": [130, 64, 9], "nheads": 4, "nheads_k": 2, "causal": True, "sink": True,
-               "seqused": True},
-    "softcap": {"q": [40], "k": [130], "nheads": 4, "causal": True, "softcap": 3.0},
     "wide": {"q": [20], "k": [200], "nheads": 16, "head_dim": 256, "causal": True, "top": 3},
     "wide-blocks-of-128": {"q": [40], "k": [300], "nheads": 16, "head_dim": 256, "block": 128, "causal": True},
     "wide-k": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "head_dim": 192, "head_dim_v": 128,
@@ -37,15 +48,12 @@ CASES: dict[str, Case] = {
                "window_size": (40, 10), "sink": True, "seqused": True},
     "wide-key-bits": {"q": [20, 20], "k": [130, 130], "nheads": 4, "head_dim": 192, "head_dim_v": 128, "causal": True,
                       "block": 16, "top": 6},
-    "wide-one-head": {"q": [130], "k": [100], "nheads": 1, "head_dim": 64, "head_dim_v": 256},
     "many-tiles": {"q": [60], "k": [64], "nheads": 16, "head_dim": 128, "causal": True},
     "many-tiles-of-blocks-of-16": {"q": [200], "k": [200], "nheads": 4, "causal": True, "block": 16, "top": 4},
     "many-wide-tiles": {"q": [100], "k": [64], "nheads": 4, "head_dim": 192, "head_dim_v": 128, "causal": True,
                         "block": 16, "top": 4},
     "blocks-of-16": {"q": [70], "k": [130], "nheads": 4, "causal": True, "block": 16, "top": 5},
     "blocks-of-1": {"q": [33], "k": [100], "nheads": 16, "head_dim": 128, "causal": True, "block": 1, "top": 40},
-    "blocks-of-40": {"q": [33, 7], "k": [150, 150], "nheads": 6, "nheads_k": 2, "packed": True,
-                     "window_size": (50, 9), "block": 40, "seqused": True},
     "blocks-of-100": {"q": [20, 20], "k": [230, 230], "nheads": 16, "head_dim": 128, "causal": True, "block": 100},
     "packed-blocks-of-4": {"q": [20, 0, 31], "k": [70, 5, 129], "nheads": 8, "nheads_k": 2, "packed": True,
                            "causal": True, "sink": True, "softcap": 3.0, "block": 4, "top": 12},
@@ -75,6 +83,56 @@ def plain(queries: int, keys: int, **options: Any) -> Call:
     torch.manual_seed(0)
     given: Case = {"nheads": 4, "nheads_k": 1, "head_dim": 64, "packed": False, "dtype": torch.bfloat16, "causal": True}
     return random_call([queries], [keys], **given | options)
+
+
+def results_of(
+    call: Call, draw: random.Random, lagging: interpreter.Lagging | None = None, *, max_logits: bool = False
+) -> Results:
+    """Results of a call."""
+    inputs, spec = as_given(call)
+    with torch.no_grad():
+        return Interpreted(ARCHITECTURES["sm90"], NUM_SMS, draw, None, lagging)._forward(
+            spec._replace(max_logits=max_logits), inputs
+        )
+
+
+def check(
+    call: Call, draw: random.Random, lagging: interpreter.Lagging | None = None, *, max_logits: bool = False
+) -> Results:
+    """A call's results against the oracle's, and what stands in the padding; returns them."""
+    results = results_of(call, draw, lagging, max_logits=max_logits)
+    assert_results_close(call, {"out": results.out, "lse": results.lse})
+    if results.max_logits is not None:
+        assert_max_logits_close(results.max_logits, call)
+    return results
+
+
+def gradients_of(
+    call: Call,
+    dout: Tensor,
+    draw: random.Random,
+    lagging: interpreter.Lagging | None = None,
+    dlse: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of a call, of an out and lse that are the oracle's."""
+    inputs, spec = as_given(call)
+    has_sink = call.learnable_sink is not None
+    with torch.no_grad():
+        out, lse = oracle.attention(call.to(torch.float64))
+        asked = BackwardCall(spec, inputs, out.to(call.q.dtype), lse.float(), dout, dlse, need_dsink=has_sink)
+        found = by_name(Interpreted(ARCHITECTURES["sm90"], NUM_SMS, draw, None, lagging)._backward(asked))
+    assert ("dlearnable_sink" in found) == has_sink
+    return found
+
+
+def check_gradients(
+    call: Call, draw: random.Random, lagging: interpreter.Lagging | None = None, *, through_lse: bool = False
+) -> None:
+    """Gradients of a call against the oracle's, and what stands in the padding."""
+    out, lse = oracle.attention(call.to(call.q.dtype))
+    dout = poisoned_dout(call, out)
+    dlse = torch.randn(lse.shape) if through_lse else None
+    assert_results_close(call, gradients_of(call, dout, draw, lagging, dlse), dout, dlse)
 
 
 # Cases that CI executes, by test. Tests of late engines take those of many tiles.

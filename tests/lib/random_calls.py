@@ -64,16 +64,23 @@ def _window(draw: random.Random) -> Options:
     return {"window_size": (draw.choice([None, 0, 50, 300, 900]), draw.choice([None, 0, 20, 200]))}
 
 
-def _tensor(name: str, draw: random.Random, *, packed: bool | None = None) -> Options:
-    """A mask or bias of any broadcast shape and strides; packed, it has no dimension of batch entries."""
+def _softcap(draw: random.Random) -> Options:
+    return {"softcap": draw.choice([0.0, 0.0, 3.0, 20.0])} | draw.choice([_causal, _window])(draw)
+
+
+def _tensors(draw: random.Random, *names: str, packed: bool | None = None) -> Options:
+    """A mask or a bias of any broadcast shape and strides, or both; packed, they have no dimension of batch entries."""
     packed = draw.random() < 0.5 if packed is None else packed
-    kept = [draw.choice([0, 1, 1]) for _ in range(draw.randint(0, 3 if packed else 4))]
-    options: Options = {"bias_dtype": draw.choice([None, torch.float32])} if name == "bias" else {}
-    return options | {name: kept, f"{name}_layout": draw.choice(LAYOUTS), "packed": packed}
+    options: Options = {"packed": packed, "bias_dtype": draw.choice([None, torch.float32])}
+    for name in names:
+        options[name] = [draw.choice([0, 1, 1]) for _ in range(draw.randint(0, 3 if packed else 4))]
+        options[f"{name}_layout"] = draw.choice(LAYOUTS)
+    return options
 
 
 HEADS: dict[str, Options] = {
     "d64": {"head_dim": 64},
+    "d96": {"head_dim": 96},
     "d128": {"head_dim": 128},
     "d192x128": {"head_dim": 192, "head_dim_v": 128},
     "d192": {"head_dim": 192},
@@ -86,12 +93,16 @@ FEATURES: dict[str, Callable[[random.Random], Options]] = {
     "causal": lambda draw: {"causal": True},
     "window": _window,
     "gqa": lambda draw: {"nheads": draw.choice([4, 6]), "nheads_k": draw.choice([1, 2])} | _causal(draw),
-    "softcap": lambda draw: {"softcap": draw.choice([3.0, 20.0])} | draw.choice([_causal, _window])(draw),
+    "softcap": lambda draw: _softcap(draw) | {"softcap": draw.choice([3.0, 20.0])},
     "sink": lambda draw: {"sink": True} | _causal(draw),
-    "mask": lambda draw: _tensor("mask", draw) | _causal(draw),
-    "bias": lambda draw: _tensor("bias", draw) | _causal(draw),
-    "block mask": lambda draw: {"block_mask": True} | draw.choice([_causal, _window])(draw),
-    "block mask, bias": lambda draw: {"block_mask": True, "seqused": False} | _tensor("bias", draw, packed=False),
+    "mask": lambda draw: _tensors(draw, "mask") | _softcap(draw),
+    "bias": lambda draw: _tensors(draw, "bias") | _softcap(draw),
+    "mask, bias": lambda draw: _tensors(draw, "mask", "bias") | _softcap(draw),
+    "block mask": lambda draw: {"block_mask": True} | _softcap(draw),
+    "block mask, bias": lambda draw: (
+        {"block_mask": True, "seqused": False, "softcap": draw.choice([0.0, 0.0, 3.0])}
+        | _tensors(draw, "bias", packed=False)
+    ),
 }
 KINDS = {f"{heads} {feature}": (heads, feature) for heads in HEADS for feature in FEATURES}
 
@@ -103,7 +114,7 @@ def other_kernels_from(options: Options) -> list[int]:
     features = Features(left=left is not None, right=right is not None or options.get("causal", False), **tensors)
     window = None if left is None or right is None else left + right + 1
     d: int = options["head_dim"]
-    d_v: int = options.get("head_dim_v", d)
+    d_v: int = options.get("head_dim_v") or d
 
     def kernels(length: int) -> tuple[Any, Any]:
         forward = forward_config("bfloat16", d, d_v, features, queries=length, window=window)
@@ -115,7 +126,7 @@ def other_kernels_from(options: Options) -> list[int]:
 def drawn(kind: str, draw: random.Random, device: str, longest: int) -> Call:
     """A call of a kind, every other one long enough for pairs of CTAs, if there are any, or for block lists."""
     heads, feature = KINDS[kind]
-    options = HEADS[heads] | FEATURES[feature](draw)
+    options: Options = {"head_dim_v": draw.choice([None, None, 16])} | HEADS[heads] | FEATURES[feature](draw)
     edges = other_kernels_from(options)
     has_block_mask = options.pop("block_mask", False)
     at_least = draw.choice(edges or [1024 * has_block_mask]) if draw.random() < 0.5 else 0
@@ -144,8 +155,8 @@ def check(kind: str, number: int, seed: int, backend: str, longest: int) -> None
     call = drawn(kind, draw, DEVICES.get(backend, "cuda"), longest)
     is_repeated = number % REPEATED == 0
     asked: Options = {"backend": backend, "deterministic": is_repeated or draw.random() < 0.5}
-    through_lse, max_logits = (draw.random() < 0.3 for _ in range(2))
-    assert_matches_oracle(call, through_lse=through_lse, return_max_logits=max_logits, **asked)
+    flags = {name: draw.random() < 0.3 for name in ("through_lse", "return_max_logits", "precise_gradients")}
+    assert_matches_oracle(call, **flags, **asked)
     if is_repeated:
         first, *others = (padded_results(call, padding, **asked) for padding in (torch.nan, torch.inf, -torch.inf))
         differ = [name for name, x in first.items() if not all(bitwise_equal(x, other[name]) for other in others)]

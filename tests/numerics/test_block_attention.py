@@ -23,12 +23,8 @@ from tests.lib.checks import (
     bitwise_equal,
     call_on,
     compiled,
-    draws,
-    each_of,
-    each_on,
     needs_kernels,
     on_each_backend,
-    packed_or_dense,
     random_call,
     run,
     same_bits,
@@ -38,39 +34,9 @@ from tests.lib.masks import KINDS, as_if_captured, listed, masked, positions, sp
 from tests.lib.oracle import Call
 from tests.lib.waits import NeverWaiting, Waits
 
-DENSE: dict[str, Case] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (70, 30)},
-    "softcap": {"softcap": 2.0},
-    "sink": {"sink": True},
-    "bias": {"bias": (1, 1, 1, 1)},
-    "broadcast bias": {"bias": (1, 0)},
-    "bias a query": {"bias": (1, 1, 1, 0)},
-    "mask": {"mask": (1, 0, 1, 1)},
-    "seqused": {"seqused": True},
-    "gqa": {"nheads": 6, "nheads_k": 2},
-    "everything": {
-        "nheads": 4,
-        "nheads_k": 2,
-        "head_dim_v": 8,
-        "seqused": True,
-        "sink": True,
-        "softcap": 3.0,
-        "bias": (1, 1, 1),
-        "mask": (1, 1),
-        "causal": True,
-        "window_size": (200, None),
-        "softmax_scale": 0.3,
-    },
-}
-
 
 def dense_call(length_q: int, length_k: int, batch: int, **options: Any) -> Call:
-    used_q, used_k = ([length] * batch for length in (length_q, length_k))
-    if options.get("seqused"):
-        used_q[0], used_k[-1] = length_q // 2, length_k // 3
-    return random_call(used_q, used_k, packed=False, **options)
+    return random_call([length_q] * batch, [length_k] * batch, packed=False, **options)
 
 
 def random_dense(rng: random.Random, options: Case, dtype: torch.dtype, kind: str | None = None) -> Call:
@@ -116,57 +82,6 @@ def test_rows_and_columns_that_see_nothing(sink: bool, backend: str, head_dim: i
         dout[:, fully_masked] = fill
         results.append(torch.autograd.grad(out, call.qkv, dout, retain_graph=True))
     assert same_bits(*results)
-
-
-@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
-@each_of("options", DENSE)
-def test_beside_everything(options: Case, through_lse: bool) -> None:
-    rng = random.Random(str(options))
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for _ in range(2):
-            assert_matches_oracle(random_dense(rng, options, dtype), through_lse=through_lse)
-
-
-PACKED: dict[str, Case] = {
-    "d64": {"head_dim": 64, "causal": True},
-    "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
-    "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
-    "d128 causal": {"head_dim": 128, "causal": True, "seqused": True, "nheads": 4, "nheads_k": 2},
-    "softcap": {"head_dim": 96, "softcap": 3.0, "seqused": True},
-    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
-    "d256 seqused": {"head_dim": 256, "seqused": True, "window_size": (None, 10)},
-}
-
-
-@packed_or_dense
-@each_on(PACKED)
-def test_beside_sequences_and_lengths(backend: str, case: Case, packed: bool, fuzz_seconds: float) -> None:
-    """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
-    options: Case = {"nheads": 2, "packed": packed} | case | ({} if packed else {"seqused": True})
-    if backend == "portable":  # whose code does not depend on it
-        options["head_dim"] = 8
-    for count, rng in draws(f"{backend} {options}", 3 * fuzz_seconds if backend == "sm90" else 0, least=2):
-        torch.manual_seed(count)
-        lengths = [[rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in "qk"]
-        call = call_on(backend, lengths[0], lengths[1], **options)
-        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, call.q.shape[-2], call.k.shape[-2]])
-        call = with_block_mask(call, rng, sets=sets, any_order=backend == "sm90")
-        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend=backend)
-
-
-@pytest.mark.parametrize("asked", ["return_max_logits", "precise_gradients"])
-@each_on({
-    "dense": {"packed": False},
-    "dense, window": {"packed": False, "window_size": (60, 100)},
-    "packed": {"causal": True},
-    "padding": {"packed": False, "seqused": True},
-})  # fmt: skip
-def test_what_else_is_asked_for(backend: str, case: Case, asked: str) -> None:
-    """Packed sequences and lengths are intervals beside a mask."""
-    lengths = [300, 200] if case.get("packed", True) or case.get("seqused") else [300]
-    options: Case = case | {"head_dim": 8 if backend == "portable" else 64}
-    call = with_block_mask(call_on(backend, lengths, **options), random.Random(3), sets=(1, 4))
-    assert_matches_oracle(call, backend=backend, **{asked: True})
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)

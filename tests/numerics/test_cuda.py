@@ -36,7 +36,7 @@ def test_no_transfer_without_offsets() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 128, 192, 256, 320])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
     """Through PyTorch's fused kernels and beyond them."""
     call = random_call([130, 70], nheads=4, nheads_k=2, head_dim=head_dim, causal=True, dtype=dtype, device="cuda")

@@ -298,14 +298,14 @@ def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
 
 def run_beyond_tensors(head_dim: int) -> None:
     """Offsets that end behind the tensors give the bits of offsets that end with them, in both passes."""
-    q, dout, kv = torch.randn(3, 300, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout = torch.randn(4, 300, 8, head_dim, device="cuda", dtype=torch.bfloat16)
     cu, beyond = (torch.tensor([0, 170, end], dtype=torch.int32, device="cuda") for end in (300, 3000))
     for heads in (8, 2):
-        q, k = q.detach().requires_grad_(), kv[:, :heads].detach().requires_grad_()
+        a, b, c = leaves = [x.detach().requires_grad_() for x in (q, k[:, :heads], v[:, :heads])]
         results = []
         for of_q, of_k in itertools.product((cu, beyond), repeat=2):
-            out = flash_attn_varlen_func(q, k, k, of_q, of_k, 170, 170, deterministic=True, backend="sm90")
-            results.append(with_gradients(out, (q, k), dout))
+            out = flash_attn_varlen_func(a, b, c, of_q, of_k, 170, 170, deterministic=True, backend="sm90")
+            results.append(with_gradients(out, leaves, dout))
             torch.cuda.synchronize()
         assert all(same_bits(results[0], other) for other in results[1:])
 

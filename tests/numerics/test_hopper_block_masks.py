@@ -25,30 +25,10 @@ from tests.lib.checks import (
     same_bits,
     with_gradients,
 )
-from tests.lib.masks import listed, masked, spread, with_block_mask
+from tests.lib.masks import listed, masked, spread
 from tests.lib.oracle import Call
 from tests.lib.waits import assert_captured, synchronisations
 
-# A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
-CALLS: dict[str, Case] = {
-    "d64": {"head_dim": 64},
-    "d96 gqa": {"head_dim": 96, "nheads": 4, "nheads_k": 2},
-    "d128": {"head_dim": 128},
-    "d128 gqa": {"head_dim": 128, "nheads": 6, "nheads_k": 2},
-    "d128 deterministic mqa": {"head_dim": 128, "nheads": 3, "nheads_k": 1, "deterministic": True},
-    "d64 deterministic gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2, "deterministic": True},
-    "float16 sink": {"head_dim": 40, "dtype": torch.float16, "sink": True},
-    "softcap": {"head_dim": 128, "softcap": 3.0},
-    "bias": {"head_dim": 128, "bias": (1, 1, 1, 1), "deterministic": True},
-    "bias shared": {"head_dim": 64, "bias": (1, 0, 1), "bias_dtype": torch.float32},
-    "bias transposed": {"head_dim": 192, "bias": (1, 1, 1), "bias_layout": "transposed"},
-    "bias float32": {"head_dim": 256, "bias": (1, 0, 1, 1), "bias_dtype": torch.float32},
-    "two head dims": {"head_dim": 192, "head_dim_v": 128, "nheads": 4, "nheads_k": 2},
-    "d256 deterministic": {"head_dim": 256, "deterministic": True, "nheads": 4, "nheads_k": 2},
-    "d256 softcap bias": {"head_dim": 256, "softcap": 2.0, "bias": (0, 1, 1, 1)},
-    "causal": {"head_dim": 128, "causal": True, "nheads": 4, "nheads_k": 2},
-    "window": {"head_dim": 64, "window_size": (70, 30)},
-}
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
 
 
@@ -56,22 +36,6 @@ def of_lengths(rng: random.Random, options: Case, most: int = 3, *longer: int) -
     """A dense call of up to so many entries."""
     batch, seqlen_q, seqlen_k = rng.randint(1, most), rng.choice(LENGTHS), rng.choice((*LENGTHS, *longer))
     return call_on("sm90", [seqlen_q] * batch, [seqlen_k] * batch, **{"packed": False, "nheads": 2} | options)
-
-
-def drawn(rng: random.Random, options: Case, kind: str | None = None) -> Call:
-    """A dense call with a mask for each head, one for all, or anything between."""
-    return with_block_mask(of_lengths(rng, options), rng, kind, any_order=True)
-
-
-@needs_kernels
-@each_of("options", CALLS)
-def test_random_masks(options: Case, fuzz_seconds: float) -> None:
-    deterministic = options.get("deterministic", False)
-    tensors = {name: value for name, value in options.items() if name != "deterministic"}
-    for count, rng in draws(str(options), 4 * fuzz_seconds):
-        torch.manual_seed(count)
-        call = drawn(rng, tensors)
-        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
 
 
 HALF_BLOCKS: dict[str, Case] = {

@@ -18,7 +18,6 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.calls import dispatch
 from tests.lib import oracle
 from tests.lib.checks import (
-    DEVICES,
     LAYOUTS,
     Case,
     assert_close,
@@ -30,8 +29,6 @@ from tests.lib.checks import (
     call_on,
     check_on,
     differing,
-    drawn_call,
-    draws,
     each_on,
     gradients,
     on_each_backend,
@@ -40,7 +37,6 @@ from tests.lib.checks import (
     run,
     same_bits,
 )
-from tests.lib.oracle import Call
 
 
 def in_pairs(axes: dict[str, Sequence[Any]], apart: Collection[frozenset[str]] = ()) -> list[Case]:
@@ -476,48 +472,3 @@ def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
     call = call_on(backend, [scale * length for length in lengths], **options)
     function = both_passes(call, poisoned_dout(call, call.q), deterministic=True, backend=backend)
     assert not differing(function(), function, repetitions)
-
-
-# --- Random calls.
-
-WINDOWS: dict[str, Case] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (90, 30)},
-    "softcap": {"causal": True, "softcap": 5.0},
-}
-FUZZED: dict[str, Case] = {
-    f"d{head_dim} {'packed' if packed else 'dense'} {window}": {"head_dim": head_dim, "packed": packed, **options}
-    for (head_dim, packed), (window, options) in itertools.product(
-        itertools.product((64, 128, 192, 256), (True, False)), WINDOWS.items()
-    )
-}
-
-
-def _drawn(draw: random.Random, backend: str, case: Case) -> Call:
-    def kept() -> tuple[int, ...]:
-        return tuple(draw.randint(0, 1) for _ in range(draw.randint(0, 3 if case["packed"] else 4)))
-
-    has_mask, has_bias = draw.choice([(True, True), (True, False), (False, True)])
-    low = draw.choice([torch.bfloat16, torch.float16]) if backend == "sm90" else torch.float32
-    return drawn_call(
-        draw,
-        mask=kept() if has_mask else None,
-        bias=kept() if has_bias else None,
-        mask_layout=draw.choice(LAYOUTS),
-        bias_layout=draw.choice(LAYOUTS),
-        dtype=low,
-        bias_dtype=draw.choice([low, torch.float32]),
-        device=DEVICES[backend],
-        **case,
-    )
-
-
-@each_on(FUZZED, one_in=32)
-def test_random_calls(backend: str, case: Case, fuzz_seconds: float) -> None:
-    """Random shapes, strides, lengths, padding, heads and dtypes, for as long as --fuzz-seconds says."""
-    for count, draw in draws(f"{backend} {case}", fuzz_seconds):
-        torch.manual_seed(count)
-        call = _drawn(draw, backend, case)
-        asked: Case = {"through_lse": draw.random() < 0.3, "deterministic": draw.random() < 0.5}
-        assert_matches_oracle(call, backend=backend, **asked)

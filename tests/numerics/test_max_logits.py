@@ -17,7 +17,6 @@ from tests.lib.checks import (
     bitwise_equal,
     call_of,
     call_on,
-    draws,
     each_on,
     hopper_alone,
     needs_kernels,
@@ -180,22 +179,6 @@ def test_nested_tensors_and_autocast(backend: str) -> None:
     with torch.autocast(DEVICES[backend], torch.bfloat16):
         _, rounded = run(call.to(torch.float32), backend=backend, return_max_logits=True)
     assert_max_logits_close(rounded, call.to(torch.bfloat16))
-
-
-@on_each_backend
-def test_random_calls(backend: str, fuzz_seconds: float) -> None:
-    """Lengths around tile edges, any scale, and scores of any spread."""
-    for _, draw in draws(f"max logits {backend}", fuzz_seconds):
-        lengths = [draw.choice([0, 1, 63, 128, 129, draw.randint(1, 400)]) for _ in range(draw.randint(1, 4))]
-        case: Case = {
-            "causal": draw.random() < 0.5,
-            "head_dim": draw.choice([64, 72, 128, 256]),
-            "nheads_k": draw.choice([1, 2, 4]),
-            "softcap": draw.choice([0.0, 0.0, 5.0]),
-            "softmax_scale": draw.choice([None, 1.0, -0.1, 0.01]),
-        }
-        call = call_on(backend, lengths, lengths, **case)
-        assert_max_logits_close(run(call, backend=backend, return_max_logits=True)[1], call)
 
 
 @hopper_alone("Blackwell's kernels compute P without polynomials where they need its digits")

@@ -22,7 +22,6 @@ from tests.lib.checks import (
     refilled,
     run,
 )
-from tests.lib.oracle import Call
 
 OPTIONS: dict[str, Case] = {
     "plain": {},
@@ -120,14 +119,3 @@ def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
     call = replace(call, cu_seqlens_q=call.cu_seqlens_q[kept], cu_seqlens_k=call.cu_seqlens_k[kept])
     poison_padding(call)
     assert_matches_oracle(call)
-
-
-def test_offsets_in_the_style_of_thd() -> None:
-    """Padded slots as cu_seqlens and the true lengths as seqused give what the bare sequences give."""
-    call = random_call([5, 9, 2], causal=True, seqused=True)
-    real = call.real_rows()[0]
-    lengths = call.seqused_q
-    assert lengths is not None
-    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    bare = Call(call.q[real], call.k[call.real_rows()[1]], call.v[call.real_rows()[1]], cu, cu, causal=True)
-    torch.testing.assert_close(run(call)[real], run(bare))

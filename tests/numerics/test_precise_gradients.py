@@ -16,6 +16,7 @@ from flash_attn_cute.problem.spec import AttentionInputs, Options, Results, resi
 from tests.lib.checks import (
     DEVICES,
     Case,
+    assert_compiles,
     assert_matches_oracle,
     bitwise_equal,
     call_of,
@@ -137,19 +138,11 @@ def test_compiled_and_checked_operators(backend: str) -> None:
         torch.library.opcheck(
             torch.ops.flash_attn_cute.forward.default, flat, test_utils=("test_schema", "test_faketensor")
         )
-    leaves = [getattr(call, name) for name in "qkv"]
-    dout = torch.randn_like(call.q)
-
-    def gradients(attend: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, dout)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_func(q, k, v, causal=True, precise_gradients=True, backend=backend)
 
-    for x, expected in zip(
-        gradients(torch.compile(attend, fullgraph=True, backend="aot_eager")), gradients(attend), strict=True
-    ):
-        assert bitwise_equal(x, expected)
+    assert_compiles(attend, [call.qkv], 1)
 
 
 def test_what_is_refused() -> None:

@@ -20,7 +20,7 @@ from flash_attn_cute.calls import dispatch
 from lab.emulator import mailbox
 from lab.emulator.mailbox import Fault
 from tests.lib import checks, random_calls
-from tests.lib.checks import bits, longest
+from tests.lib.checks import bits, draws, longest, needs_kernels
 
 SMALL = ["--backend", "portable", "--longest", "40", "--seed", "1"]
 
@@ -39,6 +39,14 @@ def test_plain_pytorch_passes(capsys: pytest.CaptureFixture[str]) -> None:
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "seed 1"
     assert lines == [f"{kind}: 1 calls, 1 three times, 0 failed" for kind in random_calls.KINDS]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", random_calls.KINDS)
+def test_kernels_pass(kind: str, fuzz_seconds: float) -> None:
+    """For as long as --fuzz-seconds says."""
+    for number, _ in draws(kind, 2 * fuzz_seconds, least=5):
+        random_calls.check(kind, number, checks.fuzz_seed, "sm90", 1100)
 
 
 @pytest.mark.slow
@@ -133,6 +141,7 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # Passes that pairs of CTAs compute, if sequences are long and no mask or bias is there.
 PAIRS: dict[str, set[str]] = {
     "d64": set(),
+    "d96": {"backward"},
     "d128": {"backward"},
     "d192x128": {"forward", "backward"},
     "d192": {"backward"},

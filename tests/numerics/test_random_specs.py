@@ -72,12 +72,14 @@ def test_many_random_specs(spec: dict[str, Any], seed: int) -> None:
 
 
 BLOCK_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200, 257, 300)
-BROADCAST = (None, (1, 1, 1), (1, 0, 1), (1, 1), (0,))  # shapes of a mask or bias
+BROADCAST = (None, (1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1), (1, 0), (0,))  # shapes of a mask or bias
 
 
-def test_random_block_masks(fuzz_seconds: float) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_random_block_masks(part: int, fuzz_seconds: float) -> None:
     """Any block mask beside any mixture of features, dense and packed."""
-    for _, draw in draws("block masks", 2 * fuzz_seconds, least=6):  # a busy machine may be slow
+    for _, draw in draws(f"block masks {part}", fuzz_seconds, least=12):  # a busy machine may be slow
         call = small_call(draw, BLOCK_LENGTHS, mask=draw.choice(BROADCAST), bias=draw.choice(BROADCAST))
         sets = (1 if call.q.ndim == 3 else len(call.q), draw.choice([call.q.shape[-2], call.k.shape[-2]]))
-        assert_matches_oracle(with_block_mask(call, draw, sets=sets), through_lse=draw.random() < 0.5)
+        asked = {name: draw.random() < 0.3 for name in ("through_lse", "return_max_logits", "precise_gradients")}
+        assert_matches_oracle(with_block_mask(call, draw, sets=sets), **asked)

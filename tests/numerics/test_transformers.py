@@ -472,16 +472,6 @@ def test_one_entry_of_queries_for_all_and_any_strides() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_windows_that_live_in_the_mask_alone() -> None:
-    """Layers of Qwen2-MoE hand on none."""
-    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    experts: Case = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
-    experts |= {"shared_expert_intermediate_size": 16, "experts_implementation": "eager"}
-    config = transformers.Qwen2MoeConfig(**SMALL, **experts, **windows)
-    for kind in ("dense", "left"):
-        assert_trains_like_eager(config, batch_of(kind), {})
-
-
 def test_other_implementations_are_left_alone() -> None:
     """And registering twice wraps once."""
     ours.register()
