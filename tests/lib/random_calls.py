@@ -68,7 +68,7 @@ def _softcap(draw: random.Random) -> Options:
     return {"softcap": draw.choice([0.0, 0.0, 3.0, 20.0])} | draw.choice([_causal, _window])(draw)
 
 
-def _tensors(draw: random.Random, *names: str, packed: bool | None = None) -> Options:
+def tensors(draw: random.Random, *names: str, packed: bool | None = None) -> Options:
     """A mask or a bias of any broadcast shape and strides, or both; packed, they have no dimension of batch entries."""
     packed = draw.random() < 0.5 if packed is None else packed
     options: Options = {"packed": packed, "bias_dtype": draw.choice([None, torch.float32])}
@@ -95,13 +95,13 @@ FEATURES: dict[str, Callable[[random.Random], Options]] = {
     "gqa": lambda draw: {"nheads": draw.choice([4, 6]), "nheads_k": draw.choice([1, 2])} | _causal(draw),
     "softcap": lambda draw: _softcap(draw) | {"softcap": draw.choice([3.0, 20.0])},
     "sink": lambda draw: {"sink": True} | _causal(draw),
-    "mask": lambda draw: _tensors(draw, "mask") | _softcap(draw),
-    "bias": lambda draw: _tensors(draw, "bias") | _softcap(draw),
-    "mask, bias": lambda draw: _tensors(draw, "mask", "bias") | _softcap(draw),
+    "mask": lambda draw: tensors(draw, "mask") | _softcap(draw),
+    "bias": lambda draw: tensors(draw, "bias") | _softcap(draw),
+    "mask, bias": lambda draw: tensors(draw, "mask", "bias") | _softcap(draw),
     "block mask": lambda draw: {"block_mask": True} | _softcap(draw),
     "block mask, bias": lambda draw: (
         {"block_mask": True, "seqused": False, "softcap": draw.choice([0.0, 0.0, 3.0])}
-        | _tensors(draw, "bias", packed=False)
+        | tensors(draw, "bias", packed=False)
     ),
 }
 KINDS = {f"{heads} {feature}": (heads, feature) for heads in HEADS for feature in FEATURES}
