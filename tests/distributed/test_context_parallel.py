@@ -24,9 +24,7 @@ from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
 from flash_attn_cute.distributed.call_passes import (
     Context,
-    Given,
     Merged,
-    backward,
     check_backend,
     forward,
     prepared,
@@ -39,61 +37,39 @@ from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.problem.band import Band
 from flash_attn_cute.problem.spec import Options
 from tests.lib import checks, oracle, ranks
-from tests.lib.checks import gradients, random_call
-from tests.lib.over_ranks.block_masks import block_masks
-from tests.lib.over_ranks.disagreements import (
-    disagreements,
-    meshes_out_of_order,
-    other_backends,
-    other_gradients,
-    outsiders,
-)
-from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
-from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
-from tests.lib.over_ranks.padded import padded_documents, padded_on_a_gpu
-from tests.lib.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
-from tests.lib.over_ranks.programs import (
-    backward_without_a_group,
-    benchmark,
-    compiled,
-    compiled_in_context,
-    compiled_without_a_sharding,
-    example,
-    operators_are_sound,
-    second_derivatives,
-)
-from tests.lib.over_ranks.uncut import uncut_documents
+from tests.lib.checks import random_call
+from tests.lib.over_ranks import block_masks, disagreements, drawn, meshes, padded, precision, programs, uncut
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS: dict[int, list[Callable[[], None]]] = {
-    1: [block_masks, operators_are_sound, padded_documents, drawn_calls],
+    1: [block_masks.block_masks, programs.operators_are_sound, padded.padded_documents, drawn.drawn_calls],
     2: [
-        benchmark,  # which collects garbage, of which compilers leave much
-        block_masks,
-        low_precision,
-        second_derivatives,
-        compiled,
-        compiled_in_context,
-        compiled_without_a_sharding,
-        backward_without_a_group,
-        example,
-        padded_documents,
-        drawn_calls,
-        uncut_documents,
+        programs.benchmark,  # which collects garbage, of which compilers leave much
+        block_masks.block_masks,
+        precision.low_precision,
+        programs.second_derivatives,
+        programs.compiled,
+        programs.compiled_in_context,
+        programs.compiled_without_a_sharding,
+        programs.backward_without_a_group,
+        programs.example,
+        padded.padded_documents,
+        drawn.drawn_calls,
+        uncut.uncut_documents,
     ],
-    3: [as_precise_as_one, padded_documents, drawn_calls],
+    3: [precision.as_precise_as_one, padded.padded_documents, drawn.drawn_calls],
     4: [
-        one_part_and_several,
-        as_precise_as_one,
-        block_masks,
-        rows_come_together,
-        other_meshes,
-        nothing_to_do,
-        neighbours,
-        padded_documents,
-        drawn_calls,
+        precision.one_part_and_several,
+        precision.as_precise_as_one,
+        block_masks.block_masks,
+        meshes.rows_come_together,
+        meshes.other_meshes,
+        meshes.nothing_to_do,
+        meshes.neighbours,
+        padded.padded_documents,
+        drawn.drawn_calls,
     ],
-    8: [drawn_calls],
+    8: [drawn.drawn_calls],
 }
 
 
@@ -113,14 +89,14 @@ def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path, fuzz:
 def test_gpus_repeat_their_bits(num_gpus: int, tmp_path: Path) -> None:
     """A GPU a rank: errors by the rule of all tests, and the same bits in 200 repetitions."""
     _skip_without(num_gpus)
-    ranks.run([on_gpus], num_gpus, tmp_path, backend="nccl")
+    ranks.run([precision.on_gpus], num_gpus, tmp_path, backend="nccl")
 
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_gpus(num_gpus: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
     """A GPU a rank: padding and drawn calls."""
     _skip_without(num_gpus)
-    ranks.run([padded_on_a_gpu, drawn_calls_on_a_gpu], num_gpus, tmp_path, backend="nccl", **fuzz)
+    ranks.run([padded.padded_on_a_gpu, drawn.drawn_calls_on_a_gpu], num_gpus, tmp_path, backend="nccl", **fuzz)
 
 
 def _skip_without(num_gpus: int) -> None:
@@ -131,18 +107,30 @@ def _skip_without(num_gpus: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_one_gpu(tmp_path: Path, fuzz: dict[str, str]) -> None:
     """A group of one rank: padding and drawn calls, which compile few kernels."""
-    ranks.run([padded_on_a_gpu, drawn_calls_on_a_gpu], 1, tmp_path, backend="nccl", **fuzz)
+    ranks.run([padded.padded_on_a_gpu, drawn.drawn_calls_on_a_gpu], 1, tmp_path, backend="nccl", **fuzz)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
-    ranks.run([on_a_gpu, padded_on_a_gpu, drawn_calls_on_a_gpu], num_ranks, tmp_path, backend="shared", **fuzz)
+    ranks.run(
+        [precision.on_a_gpu, padded.padded_on_a_gpu, drawn.drawn_calls_on_a_gpu],
+        num_ranks,
+        tmp_path,
+        backend="shared",
+        **fuzz,
+    )
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
     ranks.run(
-        [disagreements, other_gradients, outsiders, meshes_out_of_order, other_backends],
+        [
+            disagreements.disagreements,
+            disagreements.other_gradients,
+            disagreements.outsiders,
+            disagreements.meshes_out_of_order,
+            disagreements.other_backends,
+        ],
         3,
         tmp_path,
         FLASH_ATTN_CUTE_CHECK="1",
@@ -267,35 +255,6 @@ def test_parts_of_out_are_rounded_once() -> None:
 
     assert out.dtype == torch.bfloat16
     assert error(out) == pytest.approx(error(true.bfloat16()), rel=1e-3)
-
-
-def test_parts_of_gradients_are_not_rounded() -> None:
-    """Summed over parts of the keys and queries, gradients in bfloat16 are off by no more than those of one call."""
-    given = random_call([512], [512], nheads=4, nheads_k=2, dtype=torch.bfloat16)
-    truth = given.to(torch.float64)
-    true_out, true_lse = oracle.attention(truth)
-    dout = torch.randn(true_out.shape).bfloat16()
-    true = gradients(truth, true_out, true_lse, dout.double(), None)
-    with torch.no_grad():
-        attended = Given(given.q, true_out.bfloat16(), true_lse.float(), dout, None)
-        context = Context(Options(None, None, None, 0.0, True, True), "portable", None)
-
-        def summed(rows: int) -> dict[str, torch.Tensor]:
-            total = {name: torch.zeros(true[name].shape) for name in ("dq", "dk", "dv")}
-            cu = torch.tensor([0, rows], dtype=torch.int32)
-            for start_q, start_k in product(range(0, 512, rows), repeat=2):
-                stop_q, stop_k = start_q + rows, start_k + rows
-                call = Call(start_q, stop_q, start_k, stop_k, (None, None), rows, rows, cu, cu, None, None)
-                parts = backward(context, call, attended, given.k, given.v, is_part=True)
-                for name, x, start in zip(total, parts, (start_q, start_k, start_k), strict=True):
-                    assert x.dtype == torch.float32
-                    total[name][start : start + rows] += x
-            return {name: x.bfloat16() for name, x in total.items()}
-
-        one, many = summed(512), summed(128)
-
-    for name, x in many.items():
-        assert (x - true[name]).square().mean().sqrt() < 1.02 * (one[name] - true[name]).square().mean().sqrt()
 
 
 SMALL = ["--tokens-per-rank", "20", "--packs", "1", "--sequence", "48", "--window", "8", "--heads", "4", "2", "8"]

@@ -30,7 +30,7 @@ from tests.lib.checks import (
     same_bits,
     with_gradients,
 )
-from tests.lib.masks import KINDS, as_if_captured, listed, masked, positions, spread, with_block_mask
+from tests.lib.masks import KINDS, as_if_captured, listed, masked, spread, with_block_mask
 from tests.lib.oracle import Call
 from tests.lib.waits import NeverWaiting, Waits
 
@@ -240,37 +240,26 @@ def test_unbuilt_masks_do_not_compile() -> None:
         step(q, q, q, listed(BlockMask.causal(300, 300)))
 
 
-ORDERED_BLOCKS = [*itertools.product(((64, 64), (128, 128), (64, 256), (256, 64)), ("default", "spt"))]
+class NoCopy(TorchFunctionMode):
+    """Refuses constants of the host, which would be copied to the device, and waited for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray), func
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("made_in_modes")
-def test_indices_are_never_read() -> None:
-    """Rows and columns of indices follow on the device: not one number goes to the host."""
+def test_indices_stay_on_the_device() -> None:
+    """Rows and columns of indices follow there: not one number goes to the host, or comes from it."""
     indices = torch.rand(2, 3, 4, 4).argsort(-1)
     counts = torch.tensor([0, 1, 3, 4]).expand(2, 3, 4)
-
-    for block, order in ORDERED_BLOCKS:
-        with NeverWaiting():
-            mask = BlockMask.from_indices(indices, counts, block=block, seqlen_k=4 * block[1] - 5)
+    blocks = (64, 64), (128, 128), (64, 256), (256, 64)
+    for block, order, given in itertools.product(blocks, ("default", "spt"), (None, counts)):
+        with NeverWaiting(), NoCopy():
+            mask = BlockMask.from_indices(indices, given, block=block, seqlen_k=4 * block[1] - 5)
             mask.with_order(order).tables(torch.device("cpu"), backward=True)
     with pytest.raises(Waits), NeverWaiting():
         listed(BlockMask.causal(300, 300)).build("cpu")
-
-
-@pytest.mark.usefixtures("made_in_modes")
-def test_indices_bring_no_constants_of_the_host() -> None:
-    """Which would be copied to the device, and waited for."""
-    indices = torch.rand(2, 3, 4, 4).argsort(-1)
-
-    class NoCopy(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray), func
-            return func(*args, **(kwargs or {}))
-
-    for block, order in ORDERED_BLOCKS:
-        with NoCopy():
-            mask = BlockMask.from_indices(indices, block=block, seqlen_k=4 * block[1] - 5)
-            mask.with_order(order).tables(torch.device("cpu"), backward=True)
     with pytest.raises(AssertionError), NoCopy():
         torch.tensor([1, 2])
 
@@ -346,11 +335,3 @@ def test_pieces_of_other_sizes(size: tuple[int, int, int], monkeypatch: pytest.M
     rng = random.Random(str(size))
     for _ in range(4):
         assert_matches_oracle(random_dense(rng, {"nheads": 6, "nheads_k": 3, "bias": (1, 1, 1)}, torch.float32))
-
-
-def test_positions_start_at_zero() -> None:
-    """Unlike windows of calls, which end where the real rows end."""
-    call = random_call([120, 200], [300, 90], packed=False, seqused=True)
-    sizes = call.q.shape[1], call.k.shape[1]
-    i, j = positions(*sizes)
-    assert_matches_oracle(masked(call, BlockMask.from_function(lambda b, h, q, k: k <= q, *sizes), j <= i))

@@ -21,7 +21,7 @@ from tests.lib.checks import (
     needs_kernels,
     random_call,
 )
-from tests.lib.masks import as_if_captured, listed, positions
+from tests.lib.masks import KINDS, as_if_captured, listed
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -36,16 +36,6 @@ def documents(batch: int, length: int, rng: random.Random) -> tuple[BlockMask, T
     ids = torch.stack(rows)
     shown = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
     return BlockMask.documents(ids), shown[:, None]
-
-
-def window(seqlen_q: int, seqlen_k: int, rng: random.Random) -> tuple[BlockMask, Tensor]:
-    """Any window, and what it shows."""
-    left, right = rng.choice([None, 0, 200]), rng.choice([None, 0, 0, 30])
-    i, j = positions(seqlen_q, seqlen_k)
-    i = i + seqlen_k - seqlen_q
-    shown = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    shown &= (j >= i - (seqlen_k if left is None else left)) & (j <= i + (seqlen_q if right is None else right))
-    return BlockMask.window(seqlen_q, seqlen_k, left=left, right=right), shown[None, None]
 
 
 def moved(mask: BlockMask, device: str) -> BlockMask:
@@ -65,7 +55,7 @@ def drawn(rng: random.Random, device: str, **options: Any) -> Call:
     else:
         options |= {"bias": (1, 0)} if rng.random() < 0.3 else {"mask": (1, 1, 1)} if rng.random() < 0.3 else {}
     call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, device=device, **options)
-    mask, shown = window(seqlen_q, seqlen_k, rng)
+    mask, shown = KINDS["window"](seqlen_q, seqlen_k, rng, (1, 1))
     if with_documents:
         of_documents, same = documents(batch, seqlen_q, rng)
         mask, shown = (of_documents & mask, shown & same) if rng.random() < 0.7 else (of_documents, same)
