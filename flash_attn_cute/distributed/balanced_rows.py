@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from flash_attn_cute.problem.band import Band
@@ -59,7 +60,7 @@ def balanced_rows(
     return assigned(by_slope=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _RowRun:
     """Consecutive rows of a document, or of padding, in the order in which ranks take them."""
 
@@ -87,9 +88,14 @@ class _RowRun:
             for area, band in zip(areas, self.bands, strict=True)
         ]
 
+    @cached_property
+    def whole(self) -> list[int]:
+        """The number of visible pairs of all rows, under each window."""
+        return self.areas(self.length)
+
     def costs(self) -> list[float]:
         """The mean number of a row's visible pairs, under each window."""
-        return [area / self.length for area in self.areas(self.length)]
+        return [area / self.length for area in self.whole]
 
     def rows(self, first: int, last: int) -> Iterable[DocumentRows]:
         """Rows number ``first`` to before ``last`` in the order of taking."""
@@ -123,8 +129,10 @@ def _rows_without_queries(documents: Sequence[Document], total: int, num_windows
     """Runs of rows of documents that have keys alone, and of rows that no document owns."""
     bands, end = (Band(None, None),) * num_windows, 0
     for number, (start, queries, _, owned) in enumerate(documents):
-        yield _RowRun(-1, 0, end, start, bands, 0, in_pairs=False)
-        yield _RowRun(number, start, queries, owned, bands, 0, in_pairs=False)
+        if end < start:
+            yield _RowRun(-1, 0, end, start, bands, 0, in_pairs=False)
+        if queries < owned:
+            yield _RowRun(number, start, queries, owned, bands, 0, in_pairs=False)
         end = start + owned
     yield _RowRun(-1, 0, end, total, bands, 0, in_pairs=False)
 
@@ -135,13 +143,13 @@ class _RunsByCost:
     def __init__(self, runs: Iterable[_RowRun]) -> None:
         self.runs = sorted((run for run in runs if run.length), key=lambda run: sum(run.costs()))
         self.offsets = (0, *itertools.accumulate(run.length for run in self.runs))
-        self.areas = (0, *itertools.accumulate(sum(run.areas(run.length)) for run in self.runs))
+        self.areas = (0, *itertools.accumulate(sum(run.whole) for run in self.runs))
 
     def strata(self) -> "list[_RunsByCost]":
         """These runs in parts, in each of which the cost under any window is linear in the summed cost, nearly."""
         rows = max(1, self.offsets[-1])
-        each = [run.areas(run.length) for run in self.runs]
-        tolerances = [_NONLINEARITY * sum(areas) / rows for areas in zip(*each, strict=True)]
+        by_window = zip(*(run.whole for run in self.runs), strict=True)
+        tolerances = [_NONLINEARITY * sum(areas) / rows for areas in by_window]
         parts: list[list[_RowRun]] = []
         cone = _Cone([], tolerances)
         for run in self.runs:
