@@ -169,11 +169,10 @@ def _call(q: Tensor, k: Tensor, pairs: Pairs) -> AttentionCall:
     """The call whose scores the pairs have, with k for v, and q and k in autocast's dtype."""
     names = "softmax_scale", "causal", "window_size", "backend"
     options: Any = {name: x for name, x in pairs.items() if name in names}
-    lengths = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
+    lengths: Any = {name: pairs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     bounds = validate.check_bounds(pairs["max_seqlen_q"], pairs["max_seqlen_k"]) if "cu_seqlens_q" in pairs else None
     checked = validate.check_options(**options)
-    given = AttentionCall(q, k, k, bounds=bounds, options=checked, backend=pairs.get("backend"))
-    given = given.with_tensors(**lengths)
+    given = AttentionCall(q, k, k, **lengths, bounds=bounds, options=checked, backend=pairs.get("backend"))
     return autocast(given) if is_any_autocast_enabled() else given
 
 

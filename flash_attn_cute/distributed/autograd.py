@@ -119,5 +119,6 @@ def _gradients(
     dsink = None if sink is None else call_passes.sink_gradient(sink, given)
     if trade is None:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
-    dsink = None if dsink is None else trade.join_sink_gradient(dsink)
+    # Zero in heads of other ranks, because users sum the gradients of ranks.
+    dsink = None if dsink is None else trade.among_all_heads(dsink, 0.0)
     return *trade.join_gradients(dq, dk, dv, dtype, context.inner), dsink

@@ -119,10 +119,6 @@ class Trade(NamedTuple):
         dk, dv = both.split((dk.shape[2], dv.shape[2]), 2)
         return _joined(dq.to(dtype), self.queries, group), dk, dv
 
-    def join_sink_gradient(self, dsink: Tensor) -> Tensor:
-        """The sink's gradient (nheads,): zero in heads of other ranks, because users sum the gradients of ranks."""
-        return self.among_all_heads(dsink, 0.0)
-
     def among_all_heads(self, x: Tensor, others: float) -> Tensor:
         """Numbers of this rank's heads as (nheads,), with another number in heads of other ranks."""
         joined = x.new_full((self.queries.size * x.shape[0],), others)
