@@ -53,7 +53,6 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
@@ -65,7 +64,7 @@ from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_W
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import SPARE_REGISTERS, forward_schedule
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer, Shared
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, in_tensor_memory, operand, swizzled, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     BlockOfBias,
@@ -370,28 +369,17 @@ class _Products:
 
     def start_S(self, unit: Int32, k: Int32, part: int) -> None:
         """S = Q K^T."""
-        mma, rings = self.mmas.S, self.shared.rings
-        layout = mma.make_fragment_C(mma.partition_shape_C((self._rows, self.config.tile_n))).layout
-        acc_S = cute.make_tensor(self._columns(self.config.first_S(rings.scores.stage(unit))), layout)
-        tSrQ = self.tSrQ[None, None, None, part]
-        gemm(mma, acc_S, tSrQ, self.tSrK[None, None, None, rings.k.stage(k)], Boolean(False))
+        rings = self.shared.rings
+        place = self.memory + self.config.first_S(rings.scores.stage(unit))
+        tSrQ, tSrK = self.tSrQ[None, None, None, part], self.tSrK[None, None, None, rings.k.stage(k)]
+        gemm(self.mmas.S, place, tSrQ, tSrK, Boolean(False))
 
     def start_O(self, unit: Int32, v: Int32, part: int, steps: tuple[int, int], accumulates: Boolean) -> None:
         """O = P V, or O += P V, of some of the steps of 16 keys."""
         c, mma, rings = self.config, self.mmas.O, self.shared.rings
-        first_P = c.first_S(rings.scores.stage(unit))
-        layout_P = mma.make_fragment_A(mma.partition_shape_A((self._rows, c.tile_n))).layout
-        tOrP = cute.make_tensor(cute.recast_ptr(self._columns(first_P), dtype=DTYPES[c.dtype]), layout_P)
-        layout_O = mma.make_fragment_C(mma.partition_shape_C((self._rows, c.tile_dv))).layout
-        acc_O = cute.make_tensor(self._columns(c.first_O(part)), layout_O)
-        gemm(mma, acc_O, tOrP, self.tOrV[None, None, None, rings.v.stage(v)], accumulates, steps)
-
-    @property
-    def _rows(self) -> int:
-        return PART_ROWS * self.config.ctas_a_tile
-
-    def _columns(self, first: Int32 | int) -> cute.Pointer:
-        return self.memory + first
+        tOrP = in_tensor_memory(mma, self.memory + c.first_S(rings.scores.stage(unit)), c.tile_n)
+        place, tOrV = self.memory + c.first_O(part), self.tOrV[None, None, None, rings.v.stage(v)]
+        gemm(mma, place, tOrP, tOrV, accumulates, steps)
 
 
 @dataclass(frozen=True)

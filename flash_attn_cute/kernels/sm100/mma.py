@@ -50,6 +50,12 @@ def operand(x: cute.Tensor) -> cute.Tensor:
     return cute.tiled_divide(x, (cute.size(x, mode=[0]), _STEP))
 
 
+def in_tensor_memory(mma: cute.TiledMma, place: cute.Pointer, columns: int) -> cute.Tensor:
+    """A product's left operand in tensor memory, from an address on, of so many columns of 16 bits: (MMA, 1, MMA_K)."""
+    layout = mma.make_fragment_A(mma.partition_shape_A((mma.op.shape_mnk[0], columns))).layout
+    return cute.make_tensor(cute.recast_ptr(place, dtype=mma.op.a_dtype), layout)
+
+
 @cute.jit
 def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 | int) -> None:
     """Numbers of 16 bits into a row of a swizzled tile of 64 or 32 columns, which begins at a multiple of 1024 bytes.
@@ -84,18 +90,19 @@ def _vector(sX: cute.Tensor, first: Int32, number: Int32 | int) -> cute.Tensor:
 @cute.jit
 def gemm(
     mma: cute.TiledMma,
-    acc: cute.Tensor,
+    place: cute.Pointer,
     a: cute.Tensor,
     b: cute.Tensor,
     accumulates: Boolean,
     steps: Constexpr = None,
 ) -> None:
-    """Begins a product, or adds it to acc, by one converged warp; in flight on return.
+    """Begins a product, or adds it to the sum at a place in tensor memory, by one converged warp; in flight on return.
 
-    Products of a CTA are done one after the other, in the order in which its warp issues them. ``acc`` is in tensor
-    memory; a and b are (MMA, 1, steps), of 16 of the columns that are summed over. ``steps`` are the first of them and
-    the end, an even number of them; None: all.
+    Products of a CTA are done one after the other, in the order in which its warp issues them. a and b are
+    (MMA, 1, steps), of 16 of the columns that are summed over. ``steps`` are the first of them and the end, an even
+    number of them; None: all.
     """
+    acc = cute.make_tensor(place, mma.make_fragment_C(mma.partition_shape_C(mma.op.shape_mnk[:2])).layout)
     first_step, end = (0, cute.size(a, mode=[2])) if const_expr(steps is None) else steps
     at_once = _AT_ONCE if const_expr((end - first_step) % _AT_ONCE == 0) else 2
     # A loop at run time: unrolled, the compiler keeps the descriptors of all steps' operands in registers.

@@ -126,7 +126,6 @@ class BiasGradientSm100(BiasGradientKernel):
             mma.make_fragment_A(own.partition_A(x)) if i % 2 == 0 else mma.make_fragment_B(own.partition_B(x))
             for i, x in enumerate(shared.operands)
         )
-        result = mma.make_fragment_C(mma.partition_shape_C((c.tile_m, c.tile_n))).layout
         memory = shared.tensor_memory
         step, owner = Int32(0), self.map.owner(a)
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
@@ -135,15 +134,14 @@ class BiasGradientSm100(BiasGradientKernel):
                 rings.qk.wait_full(step)  # from the producer
                 rings.scores.wait_empty(step)  # from compute warps: S of two steps before is read
                 tensor_memory.after_sync()
-                S = cute.make_tensor(memory + c.first_S(rings.scores.stage(step)), result)
+                S = memory + c.first_S(rings.scores.stage(step))
                 gemm(mma, S, Q[None, None, None, stage], K[None, None, None, stage], Boolean(False))
                 commit(rings.qk.empty(step))  # to the producer
                 commit(rings.scores.full(step))  # to compute warps
                 rings.dov.wait_full(step)  # from the producer
                 rings.dp.wait_empty(step)  # from compute warps: dP of the step before is read
                 tensor_memory.after_sync()
-                dP = cute.make_tensor(memory + c.first_dP, result)
-                gemm(mma, dP, dO[None, None, None, stage], V[None, None, None, stage], Boolean(False))
+                gemm(mma, memory + c.first_dP, dO[None, None, None, stage], V[None, None, None, stage], Boolean(False))
                 commit(rings.dov.empty(step))  # to the producer
                 commit(rings.dp.full(step))  # to compute warps; the last commit, which they wait for
                 step += 1

@@ -59,11 +59,11 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
-from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
+from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
-from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.mma import commit, swizzled, write_row
 
@@ -71,13 +71,180 @@ _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole C
 DV, DK = 0, 1  # which of a tile's results
 
 
+class Compute(Scores):
+    """A compute warpgroup."""
+
+    @cute.jit
+    def __call__(self) -> None:
+        """Half of every step's queries, then dK and dV of the tile."""
+        c, a, shared = self.config, self.a, self.shared
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_blocks = shared.tile(c, a, tile_idx).blocks.num
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    block = self.block(tile_idx, nth, i, step)
+                    P = self.compute_P(block, step, step, c.first_S)
+                    self.compute_dS(P, block, step, step, shared.rings.dp, step, c.first_dP)
+                    step += 1
+            self._put_out(tile_idx)
+            shared.tiles.release_fields(tile_idx)  # to the producer
+            tile_idx += 1
+
+    @cute.jit
+    def _put_out(self, tile_idx: Int32, results: Constexpr = (DV, DK)) -> None:
+        """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
+        c, shared, barrier, tile = self.config, self.shared, _BARRIER_OUT + self.warpgroup, self.tile(tile_idx)
+        is_last, tiles_before, is_first = tile.is_last, tile.tiles_before, Boolean(True)
+        if const_expr(c.features.grouped):
+            part = self.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.num_passes * shared.rank)
+            semaphore = semaphores.at(self.ws.mSemaphoresK, part, tile.head_k, tile.block)
+            if not is_last or tiles_before > 0:
+                is_first = tile.wait_turn(c, semaphore, barrier)
+        for which in results:  # in pieces of 64 columns, a warpgroup every other one
+            num = (c.tile_dv, c.tile_d)[which] // O_COLUMNS
+            odd = num % COMPUTE_WARPGROUPS
+            if const_expr(odd):  # the first one of dV is the first warpgroup's, and that of dK the second one's
+                if self.warpgroup == which:
+                    self._piece(tile_idx, which, Int32(0), num == 1, is_first)
+            for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
+                self._piece(tile_idx, which, first + self.warpgroup, first + 2 == num, is_first)
+        if self.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            for which in results:
+                if const_expr((c.tile_dv, c.tile_d)[which] > O_COLUMNS) or self.warpgroup == which:
+                    self.ways_out[which][1].release(tile_idx)  # to the producer
+        if const_expr(c.features.grouped):
+            if not is_last:
+                semaphores.signal_as_warpgroup(semaphore, barrier)
+
+    @property
+    def ways_out(self) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
+        """Where dV and dK leave through, and the rings of what is loaded there."""
+        return (self.shared.sV, self.shared.rings.v), (self.shared.sK, self.shared.rings.k)
+
+    @cute.jit
+    def _piece(self, tile_idx: Int32, which: Constexpr, piece: Int32, is_last: Constexpr, is_first: Boolean) -> None:
+        """A piece of dV or dK, this warpgroup's last one or not."""
+        c, shared, rings, tma = self.config, self.shared, self.shared.rings, self.tma
+        ring, first, t = ((rings.dv, c.first_dV, tma.dV), (rings.dk, c.first_dK, tma.dK))[which]
+        sX, kv = self.ways_out[which]
+        sX = cute.local_tile(sX[None, None, kv.stage(tile_idx)], (PART_ROWS, O_COLUMNS), (0, piece))
+        scale = self.a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
+        address = self.address + (first + O_COLUMNS * piece)
+        ring.wait_full(tile_idx)  # from the tensor cores: it is complete, and what sX held not needed any more
+        tensor_memory.after_sync()
+        tile = self.tile(tile_idx)
+        for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
+            numbers = tensor_memory.load(address + column, COLUMNS)
+            acc = cute.make_rmem_tensor(COLUMNS, Float32)
+            for j in cutlass.range_constexpr(COLUMNS):
+                acc[j] = scaled(numbers[j], scale)
+            if const_expr(c.features.grouped):
+                # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
+                block = self.ws.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
+                columns_before = c.tile_d * shared.rank + O_COLUMNS * piece + column
+                place = cute.domain_offset((columns_before * PART_ROWS,), block)
+                sums = by_fours(place.iterator, COLUMNS)
+                if not tile.is_last:
+                    share([acc[j] for j in range(COLUMNS)], sums, self.thread, is_first)
+                elif tile.tiles_before > 0:
+                    take(acc, sums, self.thread)
+            if const_expr(c.features.wide):
+                self._write_row(tile, which, acc, O_COLUMNS * piece + column)
+            else:
+                numbers = cute.make_rmem_tensor(COLUMNS, self.dtype)
+                packed = cute.recast_tensor(numbers, Int32)
+                for j in cutlass.range_constexpr(COLUMNS // 2):
+                    packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
+                write_row(numbers, sX, self.thread, column)
+        if const_expr(not c.features.wide):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        if const_expr(is_last):
+            ring.release(tile_idx)  # to the mma warp: it may be overwritten
+        if const_expr(not c.features.wide):
+            cute.arch.barrier(barrier_id=_BARRIER_OUT + self.warpgroup, number_of_threads=128)
+            if self.thread < 32:
+                if tile.is_last:
+                    start, stop = tile.keys_of(shared.rank, PART_ROWS)
+                    t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _write_row(self, tile: KeyTile, which: Constexpr, acc: cute.Tensor, first_column: Int32) -> None:
+        """A thread's float32 columns of its key, from one on, to where dV or dK belongs, if they are whole."""
+        mX = rows_first((self.a.mdV, self.a.mdK)[which], self.config.features.packed)
+        gX = mX[None, None, tile.head_k, tile.batch]
+        start, stop = tile.keys_of(self.shared.rank, PART_ROWS)
+        row, end = start + self.thread, Int32(0)
+        if tile.is_last and row < stop:
+            end = Int32(gX.shape[1])
+        store_columns(acc, gX[row, None], first_column, end)
+
+
+class MmaWarp(Products):
+    """The warp that issues all products."""
+
+    @cute.jit
+    def __call__(self) -> None:
+        """S of a step ahead of what is left of the one before."""
+        c, a, shared, rings = self.config, self.a, self.shared, self.shared.rings
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release_fields(tile_idx)  # to the producer
+            rings.k.wait_full(tile_idx)  # from the producer
+            for i in cutlass.range(num_steps, unroll=1):
+                rings.q.wait_full(step)  # from the producer
+                self.start_S(tile_idx, step, c.first_S)
+                commit(rings.scores.full(step))  # to compute warps
+                if i > 0:
+                    self._finish(tile_idx, step - 1, i == 1)
+                else:
+                    rings.v.wait_full(tile_idx)  # from the producer
+                rings.do.wait_full(step)  # from the producer
+                if const_expr(c.dQ_over_dP):
+                    rings.dq.wait_empty(c.parts_dQ * step)  # from the drain warps: they have what lies there of dQ
+                    tensor_memory.after_sync()
+                self.start_dP(tile_idx, step, c.first_dP)
+                commit(rings.dp.full(step))  # to compute warps
+                rings.scores.wait_empty(step + 1)  # from compute warps: P is there
+                if i == 0:
+                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
+                tensor_memory.after_sync()
+                self.start_dV(step, c.first_S, i > 0)
+                commit(rings.do.empty(step))  # to the producer
+                step += 1
+            commit(rings.dv.full(tile_idx))  # to compute warps
+            self._finish(tile_idx, step - 1, num_steps == 1)
+            commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
+            tile_idx += 1
+
+    @cute.jit
+    def _finish(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dK and dQ of a step, which may be its tile's first."""
+        c, rings = self.config, self.shared.rings
+        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
+        if is_first:
+            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
+        for part in cutlass.range_constexpr(int(c.dQ_over_dP), c.parts_dQ):
+            rings.dq.wait_empty(c.parts_dQ * step + part)  # from the drain warps: they have the last step's dQ
+        tensor_memory.after_sync()
+        self.start_dK(step, c.first_dP, not is_first)
+        commit(rings.q.empty(step))  # to the producer
+        for part in cutlass.range_constexpr(c.parts_dQ):
+            self.start_dQ(tile_idx, c.first_dQ(part), part)
+            commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
+
+
 class BackwardCtaSm100(BackwardKernel):
     """The backward kernel of one configuration: persistent CTAs."""
 
+    transfers, compute, mma_warp = Transfers, Compute, MmaWarp
+
     def __init__(self, config: BackwardConfig):
         super().__init__(config, backward_schedule(config), swizzled)
-        self.transfers = Transfers(config)
-        self.scores = Scores(config)
 
     def mmas(self) -> Mmas:
         return Mmas.of(self.config)
@@ -116,10 +283,12 @@ class BackwardCtaSm100(BackwardKernel):
         thread = cute.arch.thread_idx()[0] % 128
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         shared = self._shared(storage)
+        state = c, a, ws, tma, shared
+        transfers = self.transfers(*state)
         frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < drain.warps.stop:
             set_registers(drain.registers, frame.THREADS)
-            self.transfers.drain(a, shared, thread)
+            transfers.drain(thread)
             if const_expr(c.features.may_mask_keys):
                 index, num, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], len(drain.warps)
                 zero_fully_masked_keys(c, a, ws, mdK, mdV, warps * index + warp_idx, warps * num)
@@ -127,196 +296,22 @@ class BackwardCtaSm100(BackwardKernel):
             set_registers(compute.registers, frame.THREADS)
             warpgroup = warp_idx // 4 - 1
             address = tensor_memory.row_address(shared.tensor_memory, thread)
-            self.compute(Work(a, shared, scales, warpgroup, thread, address, ws, tma))
-            rounding = partial(round_block, parts=c.ctas_a_tile)
-            if const_expr(c.transposes_dQ):
-                rounding = partial(round_transposed, part_columns=c.piece_lanes)
-            rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
-            round_blocks(c, a, ws, len(compute.warps), rounded)
+            self.compute(*state, scales, warpgroup, thread, address)()
+            round_blocks(c, a, ws, len(compute.warps), partial(round_block, c, a.numbers.softmax_scale))
         else:
             set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
-                self.mma(a, mmas, shared)
+                self.mma(a, mmas, shared, transfers)
             elif warp_idx == PRODUCER_WARP:
-                self.transfers.producer(a, ws, tma, shared)
+                transfers.producer()
             else:
-                self.transfers.add(a, ws, shared, warp_idx - adding.warps.start)
+                transfers.add(warp_idx - adding.warps.start)
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
         return Shared.of(self.memory, storage)
 
-    @cute.jit
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
-        """One warp: issues all products, S of a step ahead of what is left of the one before."""
-        c, rings = self.config, shared.rings
-        products = Products.of(c, mmas, shared)
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release_fields(tile_idx)  # to the producer
-            rings.k.wait_full(tile_idx)  # from the producer
-            for i in cutlass.range(num_steps, unroll=1):
-                rings.q.wait_full(step)  # from the producer
-                products.start_S(tile_idx, step, c.first_S)
-                commit(rings.scores.full(step))  # to compute warps
-                if i > 0:
-                    self._finish(products, shared, tile_idx, step - 1, i == 1)
-                else:
-                    rings.v.wait_full(tile_idx)  # from the producer
-                rings.do.wait_full(step)  # from the producer
-                if const_expr(c.dQ_over_dP):
-                    rings.dq.wait_empty(c.parts_dQ * step)  # from the drain warps: they have what lies there of dQ
-                    tensor_memory.after_sync()
-                products.start_dP(tile_idx, step, c.first_dP)
-                commit(rings.dp.full(step))  # to compute warps
-                rings.scores.wait_empty(step + 1)  # from compute warps: P is there
-                if i == 0:
-                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
-                tensor_memory.after_sync()
-                products.start_dV(step, c.first_S, i > 0)
-                commit(rings.do.empty(step))  # to the producer
-                step += 1
-            commit(rings.dv.full(tile_idx))  # to compute warps
-            self._finish(products, shared, tile_idx, step - 1, num_steps == 1)
-            commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
-            tile_idx += 1
-
-    @cute.jit
-    def _finish(self, products: Products, shared: Shared, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
-        """Begins dK and dQ of a step, which may be its tile's first."""
-        c, rings = self.config, shared.rings
-        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
-        if is_first:
-            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
-        for part in cutlass.range_constexpr(int(c.dQ_over_dP), c.parts_dQ):
-            rings.dq.wait_empty(c.parts_dQ * step + part)  # from the drain warps: they have the last step's dQ
-        tensor_memory.after_sync()
-        products.start_dK(step, c.first_dP, not is_first)
-        commit(rings.q.empty(step))  # to the producer
-        for part in cutlass.range_constexpr(c.parts_dQ):
-            products.start_dQ(tile_idx, c.first_dQ(part), part)
-            commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
-
-    @cute.jit
-    def compute(self, work: Work) -> None:
-        """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
-        c, a, shared = self.config, work.arguments, work.shared
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_blocks = shared.tile(c, a, tile_idx).blocks.num
-            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
-                for i in cutlass.range(num_blocks, unroll=1):
-                    self._step(work, tile_idx, nth, i, step)
-                    step += 1
-            self._put_out(work, tile_idx)
-            shared.tiles.release_fields(tile_idx)  # to the producer
-            tile_idx += 1
-
-    @cute.jit
-    def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
-        """Computes a warpgroup's half of a step: the i-th block of the tile's nth head."""
-        c = self.config
-        block = self.scores.block(work, tile_idx, nth, i, step)
-        P = self.scores.compute_P(work, block, step, step, c.first_S)
-        self.scores.compute_dS(work, P, block, step, work.shared.rings.dp, step, c.first_dP)
-
-    @cute.jit
-    def _put_out(self, work: Work, tile_idx: Int32, results: Constexpr = (DV, DK)) -> None:
-        """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
-        c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
-        tile = shared.reload_tile(c, a, tile_idx)
-        is_last, tiles_before, is_first = tile.is_last, tile.tiles_before, Boolean(True)
-        if const_expr(c.features.grouped):
-            part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.num_passes * shared.rank)
-            semaphore = semaphores.at(work.workspace.mSemaphoresK, part, tile.head_k, tile.block)
-            if not is_last or tiles_before > 0:
-                is_first = tile.wait_turn(c, semaphore, barrier)
-        for which in results:  # in pieces of 64 columns, a warpgroup every other one
-            num = (c.tile_dv, c.tile_d)[which] // O_COLUMNS
-            odd = num % COMPUTE_WARPGROUPS
-            if const_expr(odd):  # the first one of dV is the first warpgroup's, and that of dK the second one's
-                if work.warpgroup == which:
-                    self._piece(work, tile_idx, which, Int32(0), num == 1, is_first)
-            for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
-                self._piece(work, tile_idx, which, first + work.warpgroup, first + 2 == num, is_first)
-        if work.thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for which in results:
-                if const_expr((c.tile_dv, c.tile_d)[which] > O_COLUMNS) or work.warpgroup == which:
-                    self._ways_out(shared)[which][1].release(tile_idx)  # to the producer
-        if const_expr(c.features.grouped):
-            if not is_last:
-                semaphores.signal_as_warpgroup(semaphore, barrier)
-
-    def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
-        """Where dV and dK leave through, and the rings of what is loaded there."""
-        return (shared.sV, shared.rings.v), (shared.sK, shared.rings.k)
-
-    @cute.jit
-    def _piece(
-        self,
-        work: Work,
-        tile_idx: Int32,
-        which: Constexpr,
-        piece: Int32,
-        is_last: Constexpr,
-        is_first: Boolean,
-    ) -> None:
-        """A piece of dV or dK, this warpgroup's last one or not."""
-        c, a, shared, rings, tma = self.config, work.arguments, work.shared, work.shared.rings, work.tma
-        ring, first, t = ((rings.dv, c.first_dV, tma.dV), (rings.dk, c.first_dK, tma.dK))[which]
-        sX, kv = self._ways_out(shared)[which]
-        sX = cute.local_tile(sX[None, None, kv.stage(tile_idx)], (PART_ROWS, O_COLUMNS), (0, piece))
-        scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
-        address = work.address + (first + O_COLUMNS * piece)
-        ring.wait_full(tile_idx)  # from the tensor cores: it is complete, and what sX held not needed any more
-        tensor_memory.after_sync()
-        tile = shared.reload_tile(c, a, tile_idx)
-        for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
-            numbers = tensor_memory.load(address + column, COLUMNS)
-            acc = cute.make_rmem_tensor(COLUMNS, Float32)
-            for j in cutlass.range_constexpr(COLUMNS):
-                acc[j] = scaled(numbers[j], scale)
-            if const_expr(c.features.grouped):
-                # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
-                block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
-                columns_before = c.tile_d * shared.rank + O_COLUMNS * piece + column
-                place = cute.domain_offset((columns_before * PART_ROWS,), block)
-                sums = by_fours(place.iterator, COLUMNS)
-                if not tile.is_last:
-                    share([acc[j] for j in range(COLUMNS)], sums, work.thread, is_first)
-                elif tile.tiles_before > 0:
-                    take(acc, sums, work.thread)
-            if const_expr(c.features.wide):
-                self._write_row(work, tile, which, acc, O_COLUMNS * piece + column)
-            else:
-                numbers = cute.make_rmem_tensor(COLUMNS, self.dtype)
-                packed = cute.recast_tensor(numbers, Int32)
-                for j in cutlass.range_constexpr(COLUMNS // 2):
-                    packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
-                write_row(numbers, sX, work.thread, column)
-        if const_expr(not c.features.wide):
-            cute.arch.fence_proxy("async.shared", space="cta")
-        tensor_memory.before_sync()
-        if const_expr(is_last):
-            ring.release(tile_idx)  # to the mma warp: it may be overwritten
-        if const_expr(not c.features.wide):
-            cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
-            if work.thread < 32:
-                if tile.is_last:
-                    start, stop = tile.keys_of(shared.rank, PART_ROWS)
-                    t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
-                cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _write_row(self, work: Work, tile: KeyTile, which: Constexpr, acc: cute.Tensor, first_column: Int32) -> None:
-        """A thread's float32 columns of its key, from one on, to where dV or dK belongs, if they are whole."""
-        a = work.arguments
-        mX = rows_first((a.mdV, a.mdK)[which], self.config.features.packed)
-        gX = mX[None, None, tile.head_k, tile.batch]
-        start, stop = tile.keys_of(work.shared.rank, PART_ROWS)
-        row, end = start + work.thread, Int32(0)
-        if tile.is_last and row < stop:
-            end = Int32(gX.shape[1])
-        store_columns(acc, gX[row, None], first_column, end)
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared, transfers: Transfers) -> None:
+        """One warp: issues all products."""
+        del transfers  # pairs need them
+        self.mma_warp.of(self.config, a, mmas, shared)()

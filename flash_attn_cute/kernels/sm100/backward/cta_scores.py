@@ -49,27 +49,6 @@ _DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
 
 
 @dataclass(frozen=True)
-class Work:
-    """State of a thread of a compute warpgroup."""
-
-    arguments: BackwardArguments
-    shared: Shared
-    scales: ScoreScales
-    warpgroup: Int32
-    thread: Int32  # of the warpgroup: its key
-    address: Int32  # of this thread's row in tensor memory
-    workspace: Workspace
-    tma: BackwardTiles
-
-    def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
-        """Lse or delta of four of the warpgroup's queries."""
-        four = cute.make_rmem_tensor(4, Float32)
-        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
-        cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
-        return four
-
-
-@dataclass(frozen=True)
 class Block:
     """Position of a step: a tile, and the i-th block of queries of its nth head.
 
@@ -89,38 +68,66 @@ class Block:
         return tile.head + self.nth if self.entry is None else opaque(self.entry[2])
 
 
+@dataclass(frozen=True)
 class Scores:
-    """Scores of a backward step, for one configuration."""
+    """Scores of a thread of a compute warpgroup."""
 
-    def __init__(self, config: BackwardConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
+    config: BackwardConfig
+    a: BackwardArguments
+    ws: Workspace
+    tma: BackwardTiles
+    shared: Shared
+    scales: ScoreScales
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup: its key
+    address: Int32  # of this thread's row in tensor memory
 
-    def block(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
+    @property
+    def dtype(self) -> type:
+        """Type of the operands."""
+        return DTYPES[self.config.dtype]
+
+    def tile(self, tile_idx: Int32) -> KeyTile:
+        """The tile of a number, loaded from shared memory again, to keep it out of registers."""
+        return self.shared.reload_tile(self.config, self.a, tile_idx)
+
+    def place(self, first: Int32 | int) -> Int32:
+        """Address of the warpgroup's own columns of S or dP, which begins at a column of tensor memory."""
+        return self.address + (first + self.config.queries * self.warpgroup)
+
+    def _key(self, tile: KeyTile) -> Int32:
+        """Position of the thread's key in its sequence."""
+        return tile.first_key_of(self.shared.rank, PART_ROWS) + self.thread
+
+    def _first_query(self, m_block: Int32) -> Int32:
+        """Position of the warpgroup's first query of a block."""
+        return m_block * self.config.tile_m + self.config.queries * self.warpgroup
+
+    def block(self, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
         """Block of a step. Under a mask this reads the producer's entry, so a role calls it once a step."""
-        return Block(tile_idx, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
+        return Block(tile_idx, nth, i, self.shared.entries.read(step) if self.config.features.listed else None)
 
     def compute_P(
-        self, work: Work, block: Block, step: Int32, number: Int32, first: Int32 | int, *, stores: bool = True
+        self, block: Block, step: Int32, number: Int32, first: Int32 | int, *, stores: bool = True
     ) -> list[Int32]:
         """Computes P of a step from S, which has a number in its ring and a first column.
 
         Returns P in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
         ``compute_dS`` gives back lse, with the delta that came with it.
         """
-        c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
-        listed = self._listed(work, block) if f.listed else None  # while scores are computed
+        c, f, shared, rings = self.config, self.config.features, self.shared, self.shared.rings
+        listed = self._listed(block) if f.listed else None  # while scores are computed
         bias = later = None
         if f.bias and f.softcap:
-            later = partial(self._read_bias, work, block, num=COLUMNS)  # not all at once: registers are short
+            later = partial(self._read_bias, block, num=COLUMNS)  # not all at once: registers are short
         elif f.bias:
-            bias = self._read_bias(work, block, 0, c.queries)
+            bias = self._read_bias(block, 0, c.queries)
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
-        place = work.address + (first + c.queries * work.warpgroup)
-        self.change(work, block, place, listed, bias)
-        P = self.write_P(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
+        place = self.place(first)
+        self.change(block, place, listed, bias)
+        P = self.write_P(place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
         if stores:  # to the producer: lse is read; in one pass dS's fence ends the reads, ahead of dK and its commit
@@ -128,76 +135,72 @@ class Scores:
         return P
 
     def compute_dS(
-        self, work: Work, P: list[Int32], block: Block, step: Int32, ring: Ring, number: Int32, first: Int32 | int
+        self, P: list[Int32], block: Block, step: Int32, dq_step: Int32, ring: Ring, number: Int32, first: Int32 | int
     ) -> None:
-        """Computes dS of a step from dP, which has a number in that ring and a first column."""
-        c, shared, rings = self.config, work.shared, work.shared.rings
+        """Computes dS of a step from dP, which has a number in that ring and a first column.
+
+        ``dq_step``: the step's number among those that have a dQ.
+        """
+        del dq_step  # pairs need it
+        c, shared, rings = self.config, self.shared, self.shared.rings
         with_delta = rings.do if c.num_passes == 1 else rings.q
         if c.num_passes == 1:
             rings.do.wait_full(step)  # from the producer: delta
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
-        place = work.address + (first + c.queries * work.warpgroup)
-        gradients = self.write_dS(work, place, P, shared.delta[None, with_delta.stage(step)])
+        gradients = self.write_dS(self.place(first), P, shared.delta[None, with_delta.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         ring.release(number)  # to the mma warp: dS is there
         with_delta.release(step)  # to the producer: delta is read
         if c.features.dbias:
-            self._store_dbias(work, gradients, block)
+            self._store_dbias(gradients, block)
 
-    def _read_bias(self, work: Work, block: Block, first: int, num: int) -> Callable[[], list[Float32]]:
+    def _read_bias(self, block: Block, first: int, num: int) -> Callable[[], list[Float32]]:
         """Begins to load the bias of some of the warpgroup's queries, ahead of its use, as loads take long.
 
         Returns a function that waits for the numbers and returns them.
         """
-        column, first_query = self._column(work, work.arguments.mBias, block)
+        column, first_query = self._column(self.a.mBias, block)
         return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
 
     @cute.jit
-    def _store_dbias(self, work: Work, gradients: Constexpr, block: Block) -> None:
+    def _store_dbias(self, gradients: Constexpr, block: Block) -> None:
         """Stores dS of a step, rounded, as the gradient of the bias, where every score has a bias of its own."""
-        tile = work.shared.reload_tile(self.config, work.arguments, block.tile_idx)
-        if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
-            column, first = self._column(work, work.arguments.mdBias, block)
+        tile = self.tile(block.tile_idx)
+        if self._key(tile) < tile.k.length:
+            column, first = self._column(self.a.mdBias, block)
             for n in cutlass.range_constexpr(len(gradients)):
                 column.write(first + n * COLUMNS, gradients[n])
 
-    def _column(self, work: Work, mX: cute.Tensor, block: Block) -> tuple[BiasColumn, Int32]:
+    def _column(self, mX: cute.Tensor, block: Block) -> tuple[BiasColumn, Int32]:
         """Column of the bias, or of its gradient, for this thread's key; and the warpgroup's first query of a step.
 
         A thread behind the last key has the column of the last key.
         """
-        c, a = self.config, work.arguments
-        tile = work.shared.reload_tile(c, a, block.tile_idx)
-        key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
+        c, a = self.config, self.a
+        tile = self.tile(block.tile_idx)
+        key = cutlass.min(self._key(tile), tile.k.length - 1)
         gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
         column = BiasColumn.of(gX, key, tile.q.length)
-        return column, block.m_block(tile) * c.tile_m + c.queries * work.warpgroup
+        return column, self._first_query(block.m_block(tile))
 
     @cute.jit
-    def _listed(self, work: Work, block: Block) -> tuple[Boolean, list[Int32]]:
+    def _listed(self, block: Block) -> tuple[Boolean, list[Int32]]:
         """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
         c = self.config
         m_block, code = block.entry[:2]
-        words, is_cut = words_of(work.workspace.mBits, code, work.warpgroup, work.thread), code >= 0
+        words, is_cut = words_of(self.ws.mBits, code, self.warpgroup, self.thread), code >= 0
         if const_expr(c.features.intervals):
-            tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
-            first_query = m_block * c.tile_m + c.queries * work.warpgroup
-            words = within_interval(
-                words, work.arguments.mIntervals, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
-            )
+            tile = self.tile(block.tile_idx)
+            first_query = self._first_query(m_block)
+            words = within_interval(words, self.a.mIntervals, tile.batch, tile.k.length, self._key(tile), first_query)
             is_cut = hides_some(words)
         return is_cut, words
 
     @cute.jit
     def change(
-        self,
-        work: Work,
-        block: Block,
-        place: Int32,
-        listed: tuple[Boolean, list[Int32]] | None = None,
-        bias: Constexpr = None,
+        self, block: Block, place: Int32, listed: tuple[Boolean, list[Int32]] | None = None, bias: Constexpr = None
     ) -> None:
         """Applies softcap, bias and masks to scores in tensor memory.
 
@@ -206,21 +209,21 @@ class Scores:
         """
         c, f = self.config, self.config.features
         if const_expr(f.softcap):
-            cap_in_memory(place, c.queries, work.scales.tanh)
+            cap_in_memory(place, c.queries, self.scales.tanh)
         elif const_expr(f.bias):
-            add_in_memory(place, work.scales.bias, bias())
+            add_in_memory(place, self.scales.bias, bias())
         if const_expr(listed is not None):
             is_cut, words = listed
             if is_cut:
-                hide_by_bits_in_memory(place, work.scales.log2, words)
+                hide_by_bits_in_memory(place, self.scales.log2, words)
         else:
-            self._hide_by_edges(work, block, place)
+            self._hide_by_edges(block, place)
 
     @cute.jit
-    def _hide_by_edges(self, work: Work, block: Block, place: Int32) -> None:
+    def _hide_by_edges(self, block: Block, place: Int32) -> None:
         """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
         c, f = self.config, self.config.features
-        tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
+        tile = self.tile(block.tile_idx)
         m_block = block.m_block(tile)
         is_cut = tile.blocks.crosses_left(m_block)
         if const_expr(f.hides_last_queries):
@@ -229,16 +232,16 @@ class Scores:
             hide_in_memory(
                 place,
                 c.queries,
-                work.scales.log2,
-                tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
-                m_block * c.tile_m + c.queries * work.warpgroup,
+                self.scales.log2,
+                self._key(tile),
+                self._first_query(m_block),
                 tile.q.length,
                 tile.window,
                 Edges(left=f.right, right=f.left),
                 tile.k.length,
             )
 
-    def write_P(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
+    def write_P(self, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
         """Computes P of all queries of the warpgroup, into the place of S if it ``stores``; returns P as ``compute_P``.
 
         ``later`` reads a bias that is still to be added to S, or is None.
@@ -248,29 +251,29 @@ class Scores:
             bias = None if later is None else later(first)
             scores = tensor_memory.load(place + first, COLUMNS)
             added = None if bias is None else bias()
-            P, times_slope = self.P_of(work, scores, first, lse, added)
+            P, times_slope = self.P_of(scores, first, lse, added)
             if stores:
                 tensor_memory.store(place + first // 2, P)
             found += times_slope
         return found
 
     def P_of(
-        self, work: Work, scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
+        self, scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
     ) -> tuple[list[Int32], list[Int32]]:
         """Computes P of scores from a query on: in pairs, and in pairs times the derivative of a softcap.
 
         ``added``: a bias that is still to be added to the scores.
         """
-        P, times_slope, scale = [], [], work.scales.log2
+        P, times_slope, scale = [], [], self.scales.log2
         nothing = hidden(scale)
         for j in range(0, len(scores), 2):
             if j % 4 == 0:
-                four = work.four(lse, first + j)
+                four = self._four(lse, first + j)
             x, y = (scores[j], scores[j + 1]), (four[j % 4], four[j % 4 + 1])
             if self.config.features.bias:  # as ``probability``
                 biased = x
                 if added is not None:  # what is hidden stays so
-                    sums = (fma(s, work.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
+                    sums = (fma(s, self.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
                     biased = tuple(cutlass.select_(s != nothing, t, nothing) for s, t in zip(x, sums, strict=True))
                 exponents = cute.arch.mul_packed_f32x2(cute.arch.sub_packed_f32x2(biased, y), (scale, scale))
                 pair = [cute.math.exp2(e, fastmath=True) for e in exponents]
@@ -286,40 +289,43 @@ class Scores:
                 times_slope.append(P[-1])
         return P, times_slope
 
-    def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
+    def place_of_dS(self) -> tuple[cute.Tensor, Int32 | int]:
         """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
-        c, sdS = self.config, work.shared.sdS
+        c, sdS = self.config, self.shared.sdS
         if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
-            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
-        return sdS, c.queries * work.warpgroup
+            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, self.warpgroup)), 0
+        return sdS, c.queries * self.warpgroup
 
     def write_dS(
-        self,
-        work: Work,
-        place: Int32,
-        P: list[Int32],
-        delta: cute.Tensor,
-        await_room: Callable[[], None] = lambda: None,
+        self, place: Int32, P: list[Int32], delta: cute.Tensor, await_room: Callable[[], None] | None = None
     ) -> list[cute.Tensor]:
         """Writes dS but for its scale, from dP: into the place of dP, and into shared memory.
 
-        Returns dS, rounded, some queries after the other. ``await_room`` waits until shared memory has room.
+        Returns dS, rounded, some queries after the other. ``await_room``, if given, waits for room in shared memory.
         """
         found = []
-        sdS, column = self.place_of_dS(work)
+        sdS, column = self.place_of_dS()
         for first in range(0, self.config.queries, COLUMNS):
             gradients = tensor_memory.load(place + first, COLUMNS)
             rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
             for j in range(0, COLUMNS, 2):
                 if j % 4 == 0:
-                    four = work.four(delta, first + j)
+                    four = self._four(delta, first + j)
                 pair = P[(first + j) // 2]
                 w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
-            await_room()
-            write_row(rounded, sdS, work.thread, column + first)
+            if await_room is not None:
+                await_room()
+            write_row(rounded, sdS, self.thread, column + first)
             found.append(rounded)
         return found
+
+    def _four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
+        """Lse or delta of four of the warpgroup's queries."""
+        four = cute.make_rmem_tensor(4, Float32)
+        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
+        cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
+        return four

@@ -34,12 +34,6 @@ class Operand:
     ring: Ring
     step: Int32 | None = None  # that it is loaded for
 
-    @staticmethod
-    def named(names: str, tma: BackwardTiles, shared: Shared) -> "list[Operand]":
-        """Operands by their names: ``dO`` has the tiles ``dO``, the place ``sdO`` and the ring ``do``."""
-        rings = shared.rings
-        return [Operand(getattr(tma, x), getattr(shared, f"s{x}"), getattr(rings, x.lower())) for x in names.split()]
-
     def at(self, step: Int32) -> "Operand":
         """The operand of a step, to be loaded to its stage."""
         place = self.place[None, None, self.ring.stage(step)] if cute.rank(self.place) > 2 else self.place
@@ -50,16 +44,27 @@ class Operand:
         self.tiles.load(gX, self.place, self.ring.full(self.step))
 
 
+@dataclass(frozen=True)
 class Transfers:
     """The roles that move what others multiply, and what they have summed of dQ."""
 
-    def __init__(self, config: BackwardConfig):
-        self.config = config
+    config: BackwardConfig
+    a: BackwardArguments
+    ws: Workspace
+    tma: BackwardTiles
+    shared: Shared
+
+    def operands(self, names: str) -> list[Operand]:
+        """Operands by their names: ``dO`` has the tiles ``dO``, the place ``sdO`` and the ring ``do``."""
+        tma, shared = self.tma, self.shared
+        return [
+            Operand(getattr(tma, x), getattr(shared, f"s{x}"), getattr(shared.rings, x.lower())) for x in names.split()
+        ]
 
     @cute.jit
-    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared) -> None:
+    def producer(self) -> None:
         """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
-        c, (K, V, Q, dO) = self.config, Operand.named("K V Q dO", tma, shared)
+        c, a, ws, shared, (K, V, Q, dO) = self.config, self.a, self.ws, self.shared, self.operands("K V Q dO")
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
@@ -68,7 +73,7 @@ class Transfers:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.publish(tile, tile_idx)
-                self._load_keys(tile, K, shared, tile_idx)
+                self._load_keys(tile, K, tile_idx)
                 heads = heads_a_tile(c, a)
                 first_of_last_pass = step + (c.num_passes - 1) * rounds_a_tile(c, a) * tile.blocks.num
                 for nth in cutlass.range(c.num_passes * heads, unroll=1):
@@ -83,16 +88,14 @@ class Transfers:
                             m_block, code, turn = entry_of(c, ws, first + i)
                             shared.entries.publish(step, (m_block, code, head) if c.features.bias else (m_block, code))
                             if step >= first_of_last_pass:
-                                shared.turns.publish(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
+                                shared.turns.publish(dq_step, (self._block_of_dQ(tile, head, m_block), turn))
                                 dq_step += 1
-                        lse, delta = (
-                            (ws.mStats[j, head, tile.first_block + m_block, None], sX)
-                            for j, sX in enumerate((shared.lse, shared.delta))
-                        )
-                        of_Q, of_dO = ((lse,), (delta,)) if const_expr(c.num_passes == 1) else ((lse, delta), ())
+                        block, places = tile.first_block + m_block, (shared.lse, shared.delta)
+                        stats = [(ws.mStats[j, head, block, None], sX) for j, sX in enumerate(places)]
+                        of_Q, of_dO = (stats[:1], stats[1:]) if const_expr(c.num_passes == 1) else (stats, [])
                         load_Q = partial(self._load_queries, tile, Q, of_Q, head, m_block, step)
                         load_dO = partial(self._load_queries, tile, dO, of_dO, head, m_block, step)
-                        load_V = partial(self._load_keys, tile, V, shared, tile_idx, c.num_passes - 1)
+                        load_V = partial(self._load_keys, tile, V, tile_idx, c.num_passes - 1)
                         if const_expr(c.num_passes == 1):
                             load_Q()
                             if step == first_of_last_pass:
@@ -114,12 +117,12 @@ class Transfers:
         shared.publish_end(tile_idx)
 
     @cute.jit
-    def _load_keys(self, tile: KeyTile, x: Constexpr, shared: Shared, tile_idx: Int32, later: Constexpr = 0) -> None:
+    def _load_keys(self, tile: KeyTile, x: Constexpr, tile_idx: Int32, later: Constexpr = 0) -> None:
         """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
         x.ring.wait_empty(tile_idx + later)  # from those who read it, or the gradient that took its place
         with cute.arch.elect_one():
             x.ring.announce(tile_idx)
-        gX = x.tiles.at(*tile.keys_of(shared.rank, PART_ROWS), tile.head_k, tile.batch)
+        gX = x.tiles.at(*tile.keys_of(self.shared.rank, PART_ROWS), tile.head_k, tile.batch)
         x.at(tile_idx).load(gX)
 
     @cute.jit
@@ -139,9 +142,9 @@ class Transfers:
         x.at(step).load(gX)
 
     @cute.jit
-    def drain(self, a: BackwardArguments, shared: Shared, thread: Int32) -> None:
+    def drain(self, thread: Int32) -> None:
         """A warpgroup: dQ of every step from tensor memory to shared memory. A thread has a query, or a column."""
-        c, rings = self.config, shared.rings
+        c, a, shared, rings = self.config, self.a, self.shared, self.shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         step, tile_idx = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
@@ -157,8 +160,8 @@ class Transfers:
                     tensor_memory.before_sync()
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
-                        self._await_place(shared, step, i)
-                        self._put(shared, numbers, part, i, thread)
+                        self._await_place(step, i)
+                        self._put(numbers, part, i, thread)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         for which, ring in enumerate((rings.pieces_even, rings.pieces_odd)):
                             if step % ADDING_WARPS == which:
@@ -178,9 +181,9 @@ class Transfers:
         return part * num, min((part + 1) * num, c.pieces_dQ)
 
     @cute.jit
-    def _put(self, shared: Shared, numbers: Constexpr, part: Constexpr, i: Constexpr, thread: Int32) -> None:
+    def _put(self, numbers: Constexpr, part: Constexpr, i: Constexpr, thread: Int32) -> None:
         """Writes a thread's share of the i-th piece of dQ to shared memory, from its numbers of a part."""
-        c, place, first = self.config, shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns
+        c, place, first = self.config, self.shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns
         if const_expr(c.transposes_dQ):
             which = (first - c.first_row_dQ(part)) // c.piece_lanes
             if thread // c.piece_lanes == which:
@@ -189,18 +192,18 @@ class Transfers:
         else:
             put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
 
-    def _await_place(self, shared: Shared, step: Int32, i: int) -> None:
+    def _await_place(self, step: Int32, i: int) -> None:
         """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
 
         The next step is of the same adding warp as the last one, and of its pieces the i-th is to follow on that one.
         """
         owner = step if i >= DQ_STAGES else step + 1
-        shared.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
+        self.shared.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
 
     @cute.jit
-    def add(self, a: BackwardArguments, ws: Workspace, shared: Shared, which: Int32) -> None:
+    def add(self, which: Int32) -> None:
         """One of the adding warps: dQ of every other step to the workspace, in turn."""
-        c = self.config
+        c, a, shared = self.config, self.a, self.shared
         step, tile_idx = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
@@ -212,21 +215,21 @@ class Transfers:
                         if const_expr(not c.features.listed):
                             tile = shared.reload_tile(c, a, tile_idx)
                             m_block = tile.blocks.nth(i)
-                            block = self._block_of_dQ(ws, tile, tile.head + nth, m_block)
+                            block = self._block_of_dQ(tile, tile.head + nth, m_block)
                             turn = tile.turn(c, m_block)
-                        self._add_block(ws, shared, which, step, block, turn)
+                        self._add_block(which, step, block, turn)
                     step += 1
             shared.tiles.release_fields(tile_idx)  # to the producer
             tile_idx += 1
 
-    def _block_of_dQ(self, ws: Workspace, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+    def _block_of_dQ(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
         """Which a block of a head's queries is, counted over all heads."""
-        return head * ws.mdQaccum.shape[1] + tile.first_block + m_block
+        return head * self.ws.mdQaccum.shape[1] + tile.first_block + m_block
 
     @cute.jit
-    def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
+    def _add_block(self, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring = self.config, shared.pieces(which)
+        c, ws, shared, ring = self.config, self.ws, self.shared, self.shared.pieces(which)
         num = c.piece_numbers
         semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, 0, block)
         semaphores.wait(semaphore, turn)

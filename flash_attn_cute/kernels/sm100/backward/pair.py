@@ -42,6 +42,7 @@ were issued, and a commit arrives when all before it are done. Hence:
 dV leaves through the place of V, and dK through that of K, when all products of the tile that read these are done.
 """
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -50,26 +51,165 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
-from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
-from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
+from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Compute, MmaWarp
+from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Block
 from flash_attn_cute.kernels.sm100.backward.cta_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
+from flash_attn_cute.kernels.sm100.backward.products import Mmas
+from flash_attn_cute.kernels.sm100.backward.two_pass import first_column
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
+
+
+class PairCompute(Compute):
+    """A compute warpgroup."""
+
+    shared: PairShared
+
+    def compute_P(self, block: Block, step: Int32, number: Int32, first: Int32 | int) -> list[Int32]:
+        """See ``Scores``."""
+        c, shared, rings = self.config, self.shared, self.shared.rings
+        scores, found = tensor_memory.load(self.changed(block, step, number, first), c.queries), []
+        if c.dQ_over_S:
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: S is read
+        place, lse = self.address + (first + c.P_stride * self.warpgroup), shared.lse[None, rings.stats.stage(step)]
+        for column in range(0, c.queries, COLUMNS):
+            P, times_slope = self.P_of(scores[column : column + COLUMNS], column, lse)
+            tensor_memory.store(place + column // 2, P)
+            found += times_slope
+        tensor_memory.before_sync()
+        rings.p.arrive(step)  # to the mma warp: P is there
+        return found
+
+    def changed(self, block: Block, step: Int32, number: Int32, first: Int32 | int | None) -> Int32:
+        """Waits for scores, and changes them. Returns the address of the thread's."""
+        rings = self.shared.rings
+        rings.stats.wait_full(step)  # from the producer
+        rings.scores.wait_full(number)  # from the tensor cores
+        tensor_memory.after_sync()
+        place = self._place(rings.scores, number, first)
+        self.change(block, place)
+        return place
+
+    def _place(self, ring: Ring, number: Int32, first: Int32 | int | None) -> Int32:
+        """``place`` of S, or dP, from its first column; None: that of its number, in two passes."""
+        return self.place(first_column(self.config, ring, number) if first is None else first)
+
+    @cute.jit
+    def compute_dS(
+        self, P: Constexpr, block: Block, step: Int32, dq_step: Int32, ring: Constexpr, number: Int32, first: Constexpr
+    ) -> None:
+        """See ``Scores``. dS is where it is multiplied, or on its way there, in the exchange of ``dq_step``."""
+        shared, rings, one_pass = self.shared, self.shared.rings, self.config.num_passes == 1
+        # From the tensor cores: the last step's dS is read no more, here and in the other CTA.
+        await_room = partial(rings.dq.wait_full, dq_step - 1)
+        ring.wait_full(number)  # from the tensor cores
+        if const_expr(one_pass):
+            await_room()
+        tensor_memory.after_sync()
+        delta = shared.delta[None, rings.stats.stage(step)]
+        self.write_dS(self._place(ring, number, first), P, delta, None if const_expr(one_pass) else await_room)
+        tensor_memory.before_sync()
+        if self.warpgroup == shared.rank:
+            cute.arch.fence_proxy("async.shared", space="cta")
+        else:
+            shared.send_dS(dq_step, self.thread // 32)
+        ring.release(number)  # to the mma warp: dS is there
+        rings.stats.release(step)  # to the producer
+
+    def place_of_dS(self) -> tuple[cute.Tensor, Int32 | int]:
+        """Place for dS: the operand's for the CTA's own queries, the one to send from for the other CTA's."""
+        rank = self.shared.rank
+        place = cutlass.select_(self.warpgroup == rank, rank, Int32(OUT))
+        return self.shared.sdS[None, None, place], 0
+
+
+class PairMmaWarp(MmaWarp):
+    """The leader's warp that issues the products of both CTAs."""
+
+    @cute.jit
+    def __call__(self) -> None:
+        """S and dP of a step ahead of dQ of the one before."""
+        c, a, shared, rings = self.config, self.a, self.shared, self.shared.rings
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release_fields(tile_idx)  # to the leader's producer
+            rings.k.wait_full(tile_idx)  # from producers
+            for i in cutlass.range(num_steps, unroll=1):
+                rings.q.wait_full(step)  # from producers
+                if const_expr(c.dQ_over_S):
+                    # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last.
+                    rings.dq.wait_empty(step - cutlass.min(i, 1))
+                    tensor_memory.after_sync()
+                self.start_S(tile_idx, step, c.first_S)
+                commit_to_both(rings.q.empty(step))  # to producers
+                commit_to_both(rings.scores.full(step))  # to compute warps
+                if i > 0:
+                    self._start_dK(tile_idx, step - 1, i == 1)
+                else:
+                    rings.v.wait_full(tile_idx)  # from producers
+                rings.do.wait_full(step)  # from producers
+                self.start_dP(tile_idx, step, c.first_dP)
+                commit_to_both(rings.do.empty(step))  # to producers
+                commit_to_both(rings.dp.full(step))  # to compute warps
+                if i > 0:
+                    if const_expr(c.dQ_over_S):
+                        rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
+                    self._start_dQ(tile_idx, step - 1, i == 1)
+                rings.p.wait_full(step)  # from compute warps
+                rings.do_columns.wait_full(step)  # from producers
+                if i == 0:
+                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
+                tensor_memory.after_sync()
+                self.start_dV(step, c.first_S, i > 0)
+                commit_to_both(rings.do_columns.empty(step))  # to producers
+                step += 1
+            commit_to_both(rings.dv.full(tile_idx))  # to compute warps
+            self._start_dK(tile_idx, step - 1, num_steps == 1)
+            if const_expr(c.dQ_over_S):
+                rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
+            self._start_dQ(tile_idx, step - 1, num_steps == 1)
+            commit_to_both(rings.k_columns.empty(tile_idx))  # to producers
+            commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
+            tile_idx += 1
+
+    @cute.jit
+    def _start_dK(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dK of a step, which may be its tile's first."""
+        c, rings = self.config, self.shared.rings
+        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
+        rings.q_columns.wait_full(step)  # from producers
+        if is_first:
+            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
+        tensor_memory.after_sync()
+        self.start_dK(step, c.first_dP, not is_first)
+        commit_to_both(rings.q_columns.empty(step))  # to producers
+
+    @cute.jit
+    def _start_dQ(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dQ of a step, which may be its tile's first."""
+        c, rings = self.config, self.shared.rings
+        if const_expr(not c.dQ_over_S):
+            rings.dq.wait_empty(step)  # from drain warps: they have the dQ of the step before
+        rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
+        rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
+        if is_first:
+            rings.k_columns.wait_full(tile_idx)  # from producers
+        tensor_memory.after_sync()
+        self.start_dQ(tile_idx, c.first_dQ())
+        commit_to_both(rings.dq.full(step))  # to drain and compute warps
 
 
 class BackwardPairSm100(BackwardCtaSm100):
     """The backward kernel of one configuration."""
 
-    def __init__(self, config: BackwardConfig):
-        super().__init__(config)
-        self.transfers = PairTransfers(config)
-        self.scores = PairScores(config)
+    transfers, compute, mma_warp = PairTransfers, PairCompute, PairMmaWarp
 
     def load_operation(self) -> Any:
         """See ``MainKernel``: bytes for both CTAs arrive at the leader's barriers."""
@@ -91,158 +231,9 @@ class BackwardPairSm100(BackwardCtaSm100):
         return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, *names))
 
     @cute.jit
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared, transfers: PairTransfers) -> None:
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
-            self._multiply(a, mmas, shared)
+            self.mma_warp.of(self.config, a, mmas, shared)()
         else:
-            self._signal_dS(a, shared)
-
-    @cute.jit
-    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
-        """The products of both CTAs, S and dP of a step ahead of dQ of the one before."""
-        c, rings = self.config, shared.rings
-        products = Products.of(c, mmas, shared)
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release_fields(tile_idx)  # to the leader's producer
-            rings.k.wait_full(tile_idx)  # from producers
-            for i in cutlass.range(num_steps, unroll=1):
-                rings.q.wait_full(step)  # from producers
-                if const_expr(c.dQ_over_S):
-                    # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last.
-                    rings.dq.wait_empty(step - cutlass.min(i, 1))
-                    tensor_memory.after_sync()
-                products.start_S(tile_idx, step, c.first_S)
-                commit_to_both(rings.q.empty(step))  # to producers
-                commit_to_both(rings.scores.full(step))  # to compute warps
-                if i > 0:
-                    self._start_dK(products, shared, tile_idx, step - 1, i == 1)
-                else:
-                    rings.v.wait_full(tile_idx)  # from producers
-                rings.do.wait_full(step)  # from producers
-                products.start_dP(tile_idx, step, c.first_dP)
-                commit_to_both(rings.do.empty(step))  # to producers
-                commit_to_both(rings.dp.full(step))  # to compute warps
-                if i > 0:
-                    if const_expr(c.dQ_over_S):
-                        rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
-                    self._start_dQ(products, shared, tile_idx, step - 1, i == 1)
-                rings.p.wait_full(step)  # from compute warps
-                rings.do_columns.wait_full(step)  # from producers
-                if i == 0:
-                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
-                tensor_memory.after_sync()
-                products.start_dV(step, c.first_S, i > 0)
-                commit_to_both(rings.do_columns.empty(step))  # to producers
-                step += 1
-            commit_to_both(rings.dv.full(tile_idx))  # to compute warps
-            self._start_dK(products, shared, tile_idx, step - 1, num_steps == 1)
-            if const_expr(c.dQ_over_S):
-                rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
-            self._start_dQ(products, shared, tile_idx, step - 1, num_steps == 1)
-            commit_to_both(rings.k_columns.empty(tile_idx))  # to producers
-            commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
-            tile_idx += 1
-
-    @cute.jit
-    def _start_dK(
-        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
-    ) -> None:
-        """Begins dK of a step, which may be its tile's first."""
-        c, rings = self.config, shared.rings
-        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
-        rings.q_columns.wait_full(step)  # from producers
-        if is_first:
-            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
-        tensor_memory.after_sync()
-        products.start_dK(step, c.first_dP, not is_first)
-        commit_to_both(rings.q_columns.empty(step))  # to producers
-
-    @cute.jit
-    def _start_dQ(
-        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
-    ) -> None:
-        """Begins dQ of a step, which may be its tile's first."""
-        c, rings = self.config, shared.rings
-        if const_expr(not c.dQ_over_S):
-            rings.dq.wait_empty(step)  # from drain warps: they have the dQ of the step before
-        rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
-        rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
-        if is_first:
-            rings.k_columns.wait_full(tile_idx)  # from producers
-        tensor_memory.after_sync()
-        products.start_dQ(tile_idx, c.first_dQ())
-        commit_to_both(rings.dq.full(step))  # to drain and compute warps
-
-    @cute.jit
-    def _signal_dS(self, a: BackwardArguments, shared: PairShared) -> None:
-        """Signals the leader, in the second CTA, that its dS has come."""
-        c, exchange = self.config, shared.rings.exchange
-        tile_idx, step = Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_steps = shared.num_steps(c, a, tile_idx)
-            shared.tiles.release_fields(tile_idx)  # to the leader's producer
-            for _ in cutlass.range(num_steps, unroll=1):
-                exchange.wait_full(step)  # from the leader's compute warps
-                exchange.release(step)  # to the leader's mma warp
-                step += 1
-            tile_idx += 1
-
-    @cute.jit
-    def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
-        """Computes a warpgroup's half of a step: the i-th block of the tile's nth head."""
-        c, shared, rings = self.config, work.shared, work.shared.rings
-        rings.stats.wait_full(step)  # from the producer
-        rings.scores.wait_full(step)  # from the tensor cores
-        tensor_memory.after_sync()
-        stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
-        self.scores.change(work, self.scores.block(work, tile_idx, nth, i, step), place)
-        scores = tensor_memory.load(place, c.queries)
-        if const_expr(c.dQ_over_S):
-            tensor_memory.before_sync()
-            rings.scores.release(step)  # to the mma warp: S is read
-        P, place = [], work.address + (c.first_S + c.P_stride * work.warpgroup)
-        for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
-            some = scores[first : first + COLUMNS]
-            in_pairs, times_slope = self.scores.P_of(work, some, first, shared.lse[None, stage])
-            tensor_memory.store(place + first // 2, in_pairs)
-            P += times_slope
-        tensor_memory.before_sync()
-        rings.p.arrive(step)  # to the mma warp: P is there
-        rings.dp.wait_full(step)  # from the tensor cores
-        rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
-        tensor_memory.after_sync()
-        place = work.address + (c.first_dP + c.queries * work.warpgroup)
-        self.scores.hand_over(work, place, P, shared.delta[None, stage], step)
-        rings.dp.release(step)  # to the mma warp: dS is there
-        rings.stats.release(step)  # to the producer
-
-
-class PairScores(Scores):
-    """Scores of a backward step in a CTA of a pair."""
-
-    def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
-        """Place for dS: the operand's for the CTA's own queries, the one to send from for the other CTA's."""
-        rank = work.shared.rank
-        place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))
-        return work.shared.sdS[None, None, place], 0
-
-    @cute.jit
-    def hand_over(
-        self,
-        work: Work,
-        place: Int32,
-        P: Constexpr,
-        delta: cute.Tensor,
-        exchange: Int32,
-        await_room: Constexpr = lambda: None,
-    ) -> None:
-        """Calls ``write_dS``. dS is where it is multiplied, or on its way there, in the exchange of that number."""
-        self.write_dS(work, place, P, delta, await_room)
-        tensor_memory.before_sync()
-        if work.warpgroup == work.shared.rank:
-            cute.arch.fence_proxy("async.shared", space="cta")
-        else:
-            work.shared.send_dS(exchange, work.thread // 32)
+            transfers.signal_dS()

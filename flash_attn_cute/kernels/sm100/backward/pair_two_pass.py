@@ -50,42 +50,70 @@ Products are done in the order in which they were issued, and a commit arrives w
 The tensor cores bind the first pass, and shared memory the second (docs/blackwell-model.md counts the clocks).
 """
 
-from functools import partial
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, const_expr
+from cutlass import Int32, const_expr
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
-from flash_attn_cute.kernels.sm100.backward.cta import DK, DV
-from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
-from flash_attn_cute.kernels.sm100.backward.cta_shared import PairShared
-from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
+from flash_attn_cute.kernels.sm100.backward.cta import MmaWarp
+from flash_attn_cute.kernels.sm100.backward.cta_scores import Block
+from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100, PairCompute
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTwoPassTransfers
-from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
-from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
+from flash_attn_cute.kernels.sm100.backward.two_pass import TwoPassCompute, first_column, plus
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, read_row
 
 _COLUMNS_OF_K = 32  # that a compute thread copies at once
 
 
-class BackwardPairTwoPassSm100(BackwardPairSm100):
-    """The backward kernel of one configuration."""
-
-    def __init__(self, config: BackwardConfig):
-        super().__init__(config)
-        self.transfers = PairTwoPassTransfers(config)
+class PairTwoPassCompute(TwoPassCompute, PairCompute):
+    """A compute warpgroup."""
 
     @cute.jit
-    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
-        c, rings = self.config, shared.rings
-        products = Products.of(c, mmas, shared)
+    def begin(self, tile_idx: Int32) -> None:
+        """Copies the warpgroup's half of the columns of K to tensor memory."""
+        c, shared, rings = self.config, self.shared, self.shared.rings
+        num = c.tile_d // COMPUTE_WARPGROUPS
+        rings.k.wait_full(tile_idx)  # from the producer
+        for first in cutlass.range_constexpr(0, num, _COLUMNS_OF_K):
+            column = num * self.warpgroup + first
+            sK = cute.local_tile(shared.sK[None, None, 0], (PART_ROWS, O_COLUMNS), (0, column // O_COLUMNS))
+            keys = cute.make_rmem_tensor(_COLUMNS_OF_K, self.dtype)
+            read_row(keys, sK, self.thread, column % O_COLUMNS)
+            words = cute.recast_tensor(keys, Int32)
+            place = self.address + (c.first_K + column // 2)
+            tensor_memory.store(place, [words[j] for j in range(_COLUMNS_OF_K // 2)])
+        tensor_memory.before_sync()
+        rings.keys.arrive(tile_idx)  # to the mma warp
+
+    def compute_P(self, block: Block, step: Int32, number: Int32, first: None, *, stores: bool = True) -> list[Int32]:
+        """See ``Scores``."""
+        shared, rings, place = self.shared, self.shared.rings, self.changed(block, step, number, first)
+        lse = shared.lse[None, rings.stats.stage(step)]
+        if stores:
+            P = self.write_P(place, lse, stores)
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: P is there
+            rings.stats.release_read(step)  # to the producer
+            return P
+        scores = tensor_memory.load(place, self.config.queries)
+        tensor_memory.before_sync()
+        rings.scores.release(number)  # to the mma warp: S is read
+        return self.P_of(scores, 0, lse)[1]
+
+    @property
+    def ways_out(self) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
+        return (self.shared.sdV, self.shared.rings.k_columns), (self.shared.sV, self.shared.rings.v)
+
+
+class PairTwoPassMmaWarp(MmaWarp):
+    """The leader's warp that issues the products of both CTAs."""
+
+    @cute.jit
+    def __call__(self) -> None:
+        """A pass behind the other."""
+        c, a, shared, rings = self.config, self.a, self.shared, self.shared.rings
         tile_idx, dq_step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
@@ -94,23 +122,21 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
             tensor_memory.after_sync()
-            self._first_pass(products, shared, tile_idx, dq_step, number, num_steps)
+            self._first_pass(tile_idx, dq_step, number, num_steps)
             number += num_steps
             rings.v.wait_full(tile_idx)  # from producers
-            self._second_pass(products, shared, tile_idx, dq_step, number, num_steps)
+            self._second_pass(tile_idx, dq_step, number, num_steps)
             dq_step, number = dq_step + num_steps, number + 2 * num_steps
             tile_idx += 1
 
     @cute.jit
-    def _first_pass(
-        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
-    ) -> None:
+    def _first_pass(self, tile_idx: Int32, step: Int32, number: Int32, num: Int32) -> None:
         """S of a step ahead of dV of the one before."""
-        c, rings = self.config, shared.rings
+        c, rings = self.config, self.shared.rings
         for i in cutlass.range(num + 1, unroll=1):
             if i < num:
                 rings.q.wait_full(number + i)  # from producers
-                products.start_S(tile_idx, number + i, first_column(c, rings.scores, number + i))
+                self.start_S(tile_idx, number + i, first_column(c, rings.scores, number + i))
                 commit_to_both(rings.q.empty(number + i))  # to producers
                 commit_to_both(rings.scores.full(number + i))  # to compute warps
             if i > 0:
@@ -120,16 +146,14 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                 if i == 1:
                     rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
-                products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
+                self.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
                 commit_to_both(rings.do_columns.empty(step + before))  # to producers
         commit_to_both(rings.dv.full(tile_idx))  # to compute warps
 
     @cute.jit
-    def _second_pass(
-        self, products: Products, shared: PairShared, tile_idx: Int32, dq_step: Int32, number: Int32, num: Int32
-    ) -> None:
+    def _second_pass(self, tile_idx: Int32, dq_step: Int32, number: Int32, num: Int32) -> None:
         """DK of the step before, S and dP of a step, and dQ of the one before."""
-        c, rings = self.config, shared.rings
+        c, rings = self.config, self.shared.rings
         first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
         for i in cutlass.range(num + 1, unroll=1):
             scores, gradients = number + 2 * i, plus(number, 2 * i + 1)
@@ -140,17 +164,17 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                 if i == 1:
                     rings.dv.wait_empty(tile_idx + 1)  # from compute warps: they have dV
                 tensor_memory.after_sync()
-                products.start_dK(columns, first_dP, i > 1)
+                self.start_dK(columns, first_dP, i > 1)
                 commit_to_both(rings.q.empty(columns))  # to producers
                 rings.dq.wait_empty(before)  # from drain warps: they have the dQ of the step before that
             if i < num:
                 rings.q.wait_full(scores)  # from producers
                 tensor_memory.after_sync()
-                products.start_S(tile_idx, scores, first_column(c, rings.scores, scores))
+                self.start_S(tile_idx, scores, first_column(c, rings.scores, scores))
                 commit_to_both(rings.q.empty(scores))  # to producers
                 commit_to_both(rings.scores.full(scores))  # to compute warps
                 rings.do.wait_full(dq_step + i)  # from producers
-                products.start_dP(tile_idx, dq_step + i, first_dP)
+                self.start_dP(tile_idx, dq_step + i, first_dP)
                 commit_to_both(rings.do.empty(dq_step + i))  # to producers
                 commit_to_both(rings.scores.full(gradients))  # to compute warps
             if i > 0:
@@ -162,98 +186,13 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                 if i == 1:
                     rings.k_columns.wait_full(tile_idx)  # from producers
                 tensor_memory.after_sync()
-                products.start_dQ(tile_idx, first_S if const_expr(c.dQ_over_S) else c.first_dQ())
+                self.start_dQ(tile_idx, first_S if const_expr(c.dQ_over_S) else c.first_dQ())
                 commit_to_both(rings.dq.full(before))  # to drain and compute warps
         commit_to_both(rings.k.empty(tile_idx))  # to producers
         commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
-    @cute.jit
-    def compute(self, work: Work) -> None:
-        """A compute warpgroup: K to tensor memory; half of every step's queries; dV and dK after their passes."""
-        c, a, shared = self.config, work.arguments, work.shared
-        tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_blocks = shared.tile(c, a, tile_idx).blocks.num
-            self._copy_keys(work, tile_idx)
-            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
-                for i in cutlass.range(num_blocks, unroll=1):
-                    self._compute_P(work, tile_idx, nth, i, step, number)
-                    shared.rings.stats.release_read(step)  # to the producer
-                    step, number = step + 1, number + 1
-            self._put_out(work, tile_idx, (DV,))
-            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
-                for i in cutlass.range(num_blocks, unroll=1):
-                    P = self._compute_P(work, tile_idx, nth, i, step, number, stores=False)
-                    self._compute_dS(work, P, step, plus(number, 1), dq_step)
-                    step, number, dq_step = step + 1, number + 2, dq_step + 1
-            self._put_out(work, tile_idx, (DK,))
-            shared.tiles.release_fields(tile_idx)  # to the leader's producer
-            tile_idx += 1
 
-    @cute.jit
-    def _copy_keys(self, work: Work, tile_idx: Int32) -> None:
-        """A warpgroup's half of the columns of K, to tensor memory."""
-        c, shared, rings = self.config, work.shared, work.shared.rings
-        num = c.tile_d // COMPUTE_WARPGROUPS
-        rings.k.wait_full(tile_idx)  # from the producer
-        for first in cutlass.range_constexpr(0, num, _COLUMNS_OF_K):
-            column = num * work.warpgroup + first
-            sK = cute.local_tile(shared.sK[None, None, 0], (PART_ROWS, O_COLUMNS), (0, column // O_COLUMNS))
-            keys = cute.make_rmem_tensor(_COLUMNS_OF_K, self.dtype)
-            read_row(keys, sK, work.thread, column % O_COLUMNS)
-            words = cute.recast_tensor(keys, Int32)
-            place = work.address + (c.first_K + column // 2)
-            tensor_memory.store(place, [words[j] for j in range(_COLUMNS_OF_K // 2)])
-        tensor_memory.before_sync()
-        rings.keys.arrive(tile_idx)  # to the mma warp
+class BackwardPairTwoPassSm100(BackwardPairSm100):
+    """The backward kernel of one configuration."""
 
-    @cute.jit
-    def _compute_P(
-        self,
-        work: Work,
-        tile_idx: Int32,
-        nth: Int32,
-        i: Int32,
-        step: Int32,
-        number: Int32,
-        stores: Constexpr = True,
-    ) -> list[Int32]:
-        """Computes P of the i-th block of the nth head, from the scores of a number; see ``Scores.compute_P``."""
-        shared, rings = work.shared, work.shared.rings
-        rings.stats.wait_full(step)  # from the producer
-        rings.scores.wait_full(number)  # from the tensor cores
-        tensor_memory.after_sync()
-        place = self._place(work, number)
-        self.scores.change(work, self.scores.block(work, tile_idx, nth, i, step), place)
-        lse = shared.lse[None, rings.stats.stage(step)]
-        if const_expr(stores):
-            P = self.scores.write_P(work, place, lse, stores)
-            tensor_memory.before_sync()
-            rings.scores.release(number)  # to the mma warp: P is there
-        else:
-            scores = tensor_memory.load(place, self.config.queries)
-            tensor_memory.before_sync()
-            rings.scores.release(number)  # to the mma warp: S is read
-            _, P = self.scores.P_of(work, scores, 0, lse)
-        return P
-
-    @cute.jit
-    def _compute_dS(self, work: Work, P: Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
-        """Computes dS of a step, from dP of that number."""
-        shared, rings = work.shared, work.shared.rings
-        rings.scores.wait_full(number)  # from the tensor cores
-        tensor_memory.after_sync()
-        delta = shared.delta[None, rings.stats.stage(step)]
-        # From the tensor cores: the last step's dS is read no more, here and in the other CTA.
-        await_room = partial(rings.dq.wait_full, dq_step - 1)
-        self.scores.hand_over(work, self._place(work, number), P, delta, dq_step, await_room)
-        rings.scores.release(number)  # to the mma warp: dS is there
-        rings.stats.release(step)  # to the producer
-
-    def _place(self, work: Work, number: Int32) -> Int32:
-        """Address of this thread's S, or dP, of that number."""
-        c = self.config
-        return work.address + (first_column(c, work.shared.rings.scores, number) + c.queries * work.warpgroup)
-
-    def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
-        return (shared.sdV, shared.rings.k_columns), (shared.sV, shared.rings.v)
+    transfers, compute, mma_warp = PairTwoPassTransfers, PairTwoPassCompute, PairTwoPassMmaWarp

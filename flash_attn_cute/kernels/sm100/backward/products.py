@@ -8,12 +8,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
+from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, PART_ROWS
-from flash_attn_cute.kernels.sm100.mma import gemm, operand, swizzled, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import gemm, in_tensor_memory, operand, swizzled, tiled_mma, transposed
 
 
 class Mmas(NamedTuple):
@@ -29,7 +30,9 @@ class Mmas(NamedTuple):
     def of(config: BackwardConfig) -> "Mmas":
         c, dtype, k_major, mn_major = config, DTYPES[config.dtype], OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        rows, group, (rows_dQ, columns_dQ) = c.tile_n, tcgen05.CtaGroup(c.ctas_a_tile), _shape_of_dQ(c)
+        rows, group = c.tile_n, tcgen05.CtaGroup(c.ctas_a_tile)
+        # Queries and columns of dQ, or lanes for its columns, and queries.
+        rows_dQ, columns_dQ = (c.ctas_a_tile * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
         dP = tiled_mma(dtype, k_major, c.tile_m, shared, k_major, rows, group)
         return Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, tensors, k_major, rows, group) if c.holds_keys else dP,
@@ -60,7 +63,9 @@ class Products:
     """
 
     config: BackwardConfig
+    a: BackwardArguments
     mmas: Mmas
+    shared: Shared
     memory: cute.Pointer  # tensor memory
     S_K: _Operand
     S_Q: _Operand
@@ -71,21 +76,25 @@ class Products:
     Q_dS: _Operand
     Q_K: tuple[_Operand, ...]  # of the parts of dQ
 
-    @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
+    @classmethod
+    def of(cls, config: BackwardConfig, a: BackwardArguments, mmas: Mmas, shared: Shared) -> "Products":
         """Products of all operands."""
         c, rings, pair, memory = config, shared.rings, config.ctas_a_tile == CTAS, shared.tensor_memory
-        dP = mmas.dP if c.holds_keys else mmas.S
+        dP = mmas.dP or mmas.S
         sdO, do, sQ = shared.sdO, rings.do, shared.sQ
         q = rings.q if c.num_passes == 2 or not pair else rings.q_columns
         if pair:
             sdO, do, sQ = shared.sdO_columns, rings.do_columns, shared.sQ_columns
-        S_K = _in_tensor_memory(c, mmas.S, memory) if c.holds_keys else _staged(mmas.S, "A", shared.sK, rings.k)
+        S_K = _staged(mmas.S, "A", shared.sK, rings.k)
+        if c.holds_keys:
+            S_K = _Operand(in_tensor_memory(mmas.S, memory + c.first_K, c.tile_d), None)
         dS, K = _operands_of_dQ(c, shared)
         side_dS, side_K = ("B", "A") if c.transposes_dQ else ("A", "B")
-        return Products(
+        return cls(
             config=config,
+            a=a,
             mmas=mmas,
+            shared=shared,
             memory=memory,
             S_K=S_K,
             S_Q=_staged(mmas.S, "B", shared.sQ, rings.q),
@@ -99,61 +108,35 @@ class Products:
 
     def start_S(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
         """S' = K Q', from a column on."""
-        mma, K, Q = self.mmas.S, self.S_K.at(tile_idx), self.S_Q.at(step)
-        gemm(mma, self._sum(mma, first, self.config.tile_m), K, Q, Boolean(False))
+        K, Q = self.S_K.at(tile_idx), self.S_Q.at(step)
+        gemm(self.mmas.S, self.memory + first, K, Q, Boolean(False))
 
     def start_dP(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
         """DP' = V dO', from a column on."""
-        mma, V, dO = self.mmas.dP if self.config.holds_keys else self.mmas.S, self.P_V.at(tile_idx), self.P_dO.at(step)
-        gemm(mma, self._sum(mma, first, self.config.tile_m), V, dO, Boolean(False))
+        mma, V, dO = self.mmas.dP or self.mmas.S, self.P_V.at(tile_idx), self.P_dO.at(step)
+        gemm(mma, self.memory + first, V, dO, Boolean(False))
 
     def start_dV(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
         """DV += P' dO, with P from a column on, where S was."""
         c, mma, dO = self.config, self.mmas.dV, self.V_dO.at(step)
-        gemm(
-            mma,
-            self._sum(mma, c.first_dV, c.tile_dv),
-            _halves(c, mma, self.memory + first, c.P_stride),
-            dO,
-            accumulates,
-        )
+        gemm(mma, self.memory + c.first_dV, _halves(c, mma, self.memory + first, c.P_stride), dO, accumulates)
 
     def start_dK(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
         """DK += dS' Q, with dS from a column on, where dP was."""
         c, mma, Q = self.config, self.mmas.dK, self.K_Q.at(step)
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), _halves(c, mma, self.memory + first, c.queries), Q, accumulates)
+        gemm(mma, self.memory + c.first_dK, _halves(c, mma, self.memory + first, c.queries), Q, accumulates)
 
     def start_dQ(self, tile_idx: Int32, first: Int32 | int, part: int = 0) -> None:
         """DQ = dS K, or a part of dQ' = K' dS, from a column on."""
-        mma, dS, K = self.mmas.dQ, self.Q_dS.at(tile_idx), self.Q_K[part].at(tile_idx)
-        rows, columns = _shape_of_dQ(self.config)
+        dS, K = self.Q_dS.at(tile_idx), self.Q_K[part].at(tile_idx)
         a, b = (K, dS) if self.config.transposes_dQ else (dS, K)
-        gemm(mma, self._sum(mma, first, columns, rows), a, b, Boolean(False))
-
-    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int, rows: int = 0) -> cute.Tensor:
-        """A CTA's part of all keys, or of some rows, and some columns, as a product's result."""
-        layout = mma.make_fragment_C(mma.partition_shape_C((rows or self.config.tile_n, columns))).layout
-        return cute.make_tensor(self.memory + first, layout)
-
-
-def _shape_of_dQ(config: BackwardConfig) -> tuple[int, int]:
-    """Rows and columns of the product: queries and columns of dQ, or lanes for its columns, and queries."""
-    c = config
-    return (c.ctas_a_tile * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
+        gemm(self.mmas.dQ, self.memory + first, a, b, Boolean(False))
 
 
 def _staged(mma: cute.TiledMma, side: str, sX: cute.Tensor, ring: Ring | None) -> _Operand:
     """An operand in shared memory, which has stages if it has more than two modes."""
     fragment = (mma.make_fragment_A if side == "A" else mma.make_fragment_B)(operand(sX))
     return _Operand(fragment, ring if cute.rank(sX) > 2 else None)
-
-
-def _in_tensor_memory(config: BackwardConfig, mma: cute.TiledMma, memory: cute.Pointer) -> _Operand:
-    """K of the tile, where compute warps have copied it."""
-    layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_d))).layout
-    return _Operand(
-        cute.make_tensor(cute.recast_ptr(memory + config.first_K, dtype=DTYPES[config.dtype]), layout), None
-    )
 
 
 def _operands_of_dQ(config: BackwardConfig, shared: Shared) -> tuple[cute.Tensor, Iterable[cute.Tensor]]:
@@ -174,9 +157,7 @@ def _halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pit
 
     Those of the first warpgroup begin at ``first``, and the second's ``pitch`` columns of 32 bits behind.
     """
-    layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
-    steps, within = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS, layout.stride[2]
-    layout = cute.make_layout(
-        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (within, 2 * pitch))
-    )
-    return cute.make_tensor(cute.recast_ptr(first, dtype=DTYPES[config.dtype]), layout)
+    whole = in_tensor_memory(mma, first, config.tile_m)
+    (*shape, steps), (*stride, within) = whole.shape, whole.stride
+    shape.append((steps // COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS))
+    return cute.make_tensor(whole.iterator, cute.make_layout(tuple(shape), stride=(*stride, (within, 2 * pitch))))

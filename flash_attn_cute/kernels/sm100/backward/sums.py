@@ -9,11 +9,12 @@ is transposed, in parts of 64 columns, or of those that a CTA of a pair adds: (p
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import add_four
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rounded
+from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed
@@ -56,25 +57,36 @@ def take(acc: cute.Tensor, sums: cute.Tensor, row: Int32) -> None:
 
 @cute.jit
 def round_block(
+    config: Constexpr,
+    scale: Float32,
     sums: cute.Tensor,
     gdX: cute.Tensor,
     first_row: Int32,
     rows: SeqRows,
     stop: Int32,
     lane: Int32,
-    scale: Float32,
-    tile_d: Constexpr,
-    parts: Constexpr,
 ) -> None:
-    """Scales and rounds a block of ``tile_d`` columns (see ``round_blocks``), by a warp.
-
-    So many ``parts``, CTAs, have added to it, each to rows of its own.
-    """
-    fours = by_fours(sums.iterator, tile_d)
-    for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):
-        found = [_read(fours, begin + 32 * i, scale, gdX.element_type, tile_d, parts) for i in range(_AT_ONCE)]
-        for words, row, vector in found:
-            _write(gdX, words, first_row + row, vector, rows, stop)
+    """Scales and rounds a block (see ``round_blocks``), by a warp."""
+    c = config
+    if const_expr(c.transposes_dQ):
+        # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
+        for unit in cutlass.range(lane, TRANSPOSED // 4 * c.tile_d // 8, 32, unroll=1):
+            four, vector = unit // 8 % (TRANSPOSED // 4), unit // (2 * TRANSPOSED) * 8 + unit % 8
+            vectors = c.piece_lanes // 8
+            part = cute.domain_offset((vector // vectors * c.piece_lanes * TRANSPOSED,), sums)
+            columns = by_fours(part.iterator, TRANSPOSED, c.piece_lanes)
+            found = cute.make_rmem_tensor((4, 8), Float32)
+            for j in cutlass.range_constexpr(8):
+                cute.autovec_copy(columns[None, vector % vectors * 8 + j, four], found[None, j])
+            for i in cutlass.range_constexpr(4):
+                words = rounded(found[i, None], scale, gdX.element_type)
+                _write(gdX, words, first_row + 4 * four + i, vector, rows, stop)
+    else:
+        fours = by_fours(sums.iterator, c.tile_d)
+        for begin in cutlass.range(lane, PART_ROWS * c.tile_d // 8, 32 * _AT_ONCE, unroll=1):
+            found = [_read(c, fours, begin + 32 * i, scale, gdX.element_type) for i in range(_AT_ONCE)]
+            for words, row, vector in found:
+                _write(gdX, words, first_row + row, vector, rows, stop)
 
 
 @cute.jit
@@ -88,45 +100,18 @@ def _write(gdX: cute.Tensor, words: cute.Tensor, within: Int32, vector: Int32, r
 
 
 def _read(
-    fours: cute.Tensor, unit: Int32, scale: Float32, dtype: type, tile_d: int, parts: int
+    config: BackwardConfig, fours: cute.Tensor, unit: Int32, scale: Float32, dtype: type
 ) -> tuple[cute.Tensor, Int32, Int32]:
     """Eight columns of a row, rounded; which row, and which eight. Four neighbours have 32 columns of a row.
 
-    Other arguments as of ``round_block``.
+    Each CTA of a tile has added to rows of its own.
     """
     lane, eight = unit // 4 % PART_ROWS, unit % 4 + unit // (4 * PART_ROWS) * 4
     numbers = cute.make_rmem_tensor((4, 2), Float32)
     for i in range(2):
         cute.autovec_copy(fours[None, lane, 2 * eight + i], numbers[None, i])
     words = rounded(numbers, scale, dtype)
-    if parts == 1:
+    if config.ctas_a_tile == 1:
         return words, lane, eight
-    rows, eights = PART_ROWS // parts, tile_d // 8 // parts
+    rows, eights = PART_ROWS // config.ctas_a_tile, config.tile_d // 8 // config.ctas_a_tile
     return words, eight // eights * rows + lane % rows, lane // rows * eights + eight % eights
-
-
-@cute.jit
-def round_transposed(
-    sums: cute.Tensor,
-    gdX: cute.Tensor,
-    first_row: Int32,
-    rows: SeqRows,
-    stop: Int32,
-    lane: Int32,
-    scale: Float32,
-    tile_d: Constexpr,
-    part_columns: Constexpr,
-) -> None:
-    """``round_block`` of a block that is transposed, in parts of so many columns."""
-    # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
-    for unit in cutlass.range(lane, TRANSPOSED // 4 * tile_d // 8, 32, unroll=1):
-        four, vector = unit // 8 % (TRANSPOSED // 4), unit // (2 * TRANSPOSED) * 8 + unit % 8
-        vectors = part_columns // 8
-        part = cute.domain_offset((vector // vectors * part_columns * TRANSPOSED,), sums)
-        columns = by_fours(part.iterator, TRANSPOSED, part_columns)
-        found = cute.make_rmem_tensor((4, 8), Float32)
-        for j in cutlass.range_constexpr(8):
-            cute.autovec_copy(columns[None, vector % vectors * 8 + j, four], found[None, j])
-        for i in cutlass.range_constexpr(4):
-            words = rounded(found[i, None], scale, gdX.element_type)
-            _write(gdX, words, first_row + 4 * four + i, vector, rows, stop)

@@ -39,49 +39,78 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.key_tiles import rounds_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.backward_config import BackwardConfig
-from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100
-from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
-from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
-from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Compute, MmaWarp
 from flash_attn_cute.kernels.sm100.mma import commit
 
 
-class BackwardTwoPassSm100(BackwardCtaSm100):
-    """The backward kernel of one configuration."""
+class TwoPassCompute(Compute):
+    """A compute warpgroup."""
 
     @cute.jit
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
-        """One warp: issues all products."""
-        c, rings = self.config, shared.rings
-        products = Products.of(c, mmas, shared)
+    def __call__(self) -> None:
+        """Half of every step's queries; dV after the first pass, dK after the second."""
+        c, a, shared, scores = self.config, self.a, self.shared, self.shared.rings.scores
+        tile_idx, step, number, dq_step = (Int32(0) for _ in range(4))
+        while shared.has_tile(tile_idx):
+            num_blocks = shared.tile(c, a, tile_idx).blocks.num
+            self.begin(tile_idx)
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    block = self.block(tile_idx, nth, i, step)
+                    self.compute_P(block, step, number, self._first_column(number))
+                    step, number = step + 1, number + 1
+            self._put_out(tile_idx, (DV,))
+            first_S, first_dP = self._first_column(number), self._first_column(number + 1)
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    block = self.block(tile_idx, nth, i, step)
+                    P = self.compute_P(block, step, number, first_S, stores=False)
+                    self.compute_dS(P, block, step, dq_step, scores, plus(number, 1), first_dP)
+                    step, number, dq_step = step + 1, number + 2, dq_step + 1
+            self._put_out(tile_idx, (DK,))
+            shared.tiles.release_fields(tile_idx)  # to the producer
+            tile_idx += 1
+
+    def begin(self, tile_idx: Int32) -> None:
+        """Begins a tile."""
+
+    def _first_column(self, number: Int32) -> Int32 | None:
+        """See ``first_column``; None: a pair finds it where it is needed, as registers are short."""
+        return None if self.config.holds_keys else first_column(self.config, self.shared.rings.scores, number)
+
+
+class TwoPassMmaWarp(MmaWarp):
+    """The warp that issues all products."""
+
+    @cute.jit
+    def __call__(self) -> None:
+        """A pass behind the other."""
+        c, a, shared, rings = self.config, self.a, self.shared, self.shared.rings
         tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
             shared.tiles.release_fields(tile_idx)  # to the producer
             rings.k.wait_full(tile_idx)  # from the producer
-            self._first_pass(products, shared, tile_idx, step, number, num_steps)
+            self._first_pass(tile_idx, step, number, num_steps)
             step, number = step + num_steps, number + num_steps
             rings.v.wait_full(tile_idx)  # from the producer: dV has left its place
-            self._second_pass(products, shared, tile_idx, step, number, dq_step, num_steps)
+            self._second_pass(tile_idx, step, number, dq_step, num_steps)
             step, number, dq_step = step + num_steps, number + 2 * num_steps, dq_step + num_steps
             tile_idx += 1
 
     @cute.jit
-    def _first_pass(
-        self, products: Products, shared: Shared, tile_idx: Int32, step: Int32, number: Int32, num_steps: Int32
-    ) -> None:
+    def _first_pass(self, tile_idx: Int32, step: Int32, number: Int32, num_steps: Int32) -> None:
         """S of a step ahead of dV of the one before."""
-        c, rings = self.config, shared.rings
+        c, rings = self.config, self.shared.rings
         for i in cutlass.range(num_steps + 1, unroll=1):
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(tile_idx, step + i, first_column(c, rings.scores, number + i))
+                self.start_S(tile_idx, step + i, first_column(c, rings.scores, number + i))
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
@@ -91,23 +120,14 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                 if i == 1:
                     rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
-                products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
+                self.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
                 commit(rings.do.empty(step + before))  # to the producer
         commit(rings.dv.full(tile_idx))  # to compute warps
 
     @cute.jit
-    def _second_pass(
-        self,
-        products: Products,
-        shared: Shared,
-        tile_idx: Int32,
-        step: Int32,
-        number: Int32,
-        dq_step: Int32,
-        num_steps: Int32,
-    ) -> None:
+    def _second_pass(self, tile_idx: Int32, step: Int32, number: Int32, dq_step: Int32, num_steps: Int32) -> None:
         """DK of the step before, dP of a step, dQ of the one before, and S of the step."""
-        c, rings = self.config, shared.rings
+        c, rings = self.config, self.shared.rings
         first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
@@ -120,46 +140,28 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                 for part in cutlass.range_constexpr(c.parts_dQ):
                     rings.dq.wait_empty(dq_before + part)  # from the drain warps: they have the dQ before that
                 tensor_memory.after_sync()
-                products.start_dK(step + before, first_dP, i > 1)
+                self.start_dK(step + before, first_dP, i > 1)
                 commit(rings.q.empty(step + before))  # to the producer
             if i < num_steps:
                 rings.do.wait_full(step + i)  # from the producer
-                products.start_dP(tile_idx, step + i, first_dP)
+                self.start_dP(tile_idx, step + i, first_dP)
                 commit(rings.scores.full(gradients))  # to compute warps
                 commit(rings.do.empty(step + i))  # to the producer
             if i > 0:
                 for part in cutlass.range_constexpr(c.parts_dQ):
-                    products.start_dQ(tile_idx, c.first_dQ(part), part)
+                    self.start_dQ(tile_idx, c.first_dQ(part), part)
                     commit(rings.dq.full(dq_before + part))  # to the drain warps
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(tile_idx, step + i, first_S)
+                self.start_S(tile_idx, step + i, first_S)
                 commit(rings.scores.full(scores))  # to compute warps
         commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
-    @cute.jit
-    def compute(self, work: Work) -> None:
-        """A compute warpgroup: half of every step's queries; dV after the first pass, dK after the second."""
-        c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
-        tile_idx, step, number = Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(tile_idx):
-            num_blocks = shared.tile(c, a, tile_idx).blocks.num
-            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
-                for i in cutlass.range(num_blocks, unroll=1):
-                    block = self.scores.block(work, tile_idx, nth, i, step)
-                    self.scores.compute_P(work, block, step, number, first_column(c, rings.scores, number))
-                    step, number = step + 1, number + 1
-            self._put_out(work, tile_idx, (DV,))
-            first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
-            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
-                for i in cutlass.range(num_blocks, unroll=1):
-                    block = self.scores.block(work, tile_idx, nth, i, step)
-                    P = self.scores.compute_P(work, block, step, number, first_S, stores=False)
-                    self.scores.compute_dS(work, P, block, step, rings.scores, plus(number, 1), first_dP)
-                    step, number = step + 1, number + 2
-            self._put_out(work, tile_idx, (DK,))
-            shared.tiles.release_fields(tile_idx)  # to the producer
-            tile_idx += 1
+
+class BackwardTwoPassSm100(BackwardCtaSm100):
+    """The backward kernel of one configuration."""
+
+    compute, mma_warp = TwoPassCompute, TwoPassMmaWarp
 
 
 def first_column(config: BackwardConfig, scores: Ring, number: Int32) -> Int32:
