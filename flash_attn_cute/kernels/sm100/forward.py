@@ -53,6 +53,7 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMmas
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
@@ -60,11 +61,20 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.config import MMA_WARP, PART_ROWS, PRODUCER_WARP
+from flash_attn_cute.kernels.sm100.config import CTAS, MMA_WARP, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_schedule import SPARE_REGISTERS, forward_schedule
-from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Out, Producer, Shared
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, in_tensor_memory, operand, swizzled, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Shared
+from flash_attn_cute.kernels.sm100.mma import (
+    commit,
+    commit_to_both,
+    gemm,
+    in_tensor_memory,
+    operand,
+    swizzled,
+    tiled_mma,
+    transposed,
+)
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     BlockOfBias,
@@ -85,11 +95,10 @@ _STEP = 16  # keys that a product sums over
 class ForwardSm100(ForwardKernel):
     """The forward kernel of one configuration."""
 
+    producer = Producer
+
     def __init__(self, config: ForwardConfig):
         super().__init__(config, forward_schedule(config), swizzled)
-        self.producer = Producer(config)
-        self.epilogue = Epilogue(config, self.dtype)
-        self.commit = commit
 
     def mmas(self) -> ForwardMmas:
         c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
@@ -123,36 +132,63 @@ class ForwardSm100(ForwardKernel):
         frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < softmax.warps.stop:
             set_registers(softmax.registers, frame.THREADS)
-            self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
+            part, address = warp_idx // 4, tensor_memory.row_address(shared.tensor_memory, thread)
+            online = RowSoftmax(scales.log2, c.polynomial_every, c.features.bias, self.keeps_max_P)
+            max_logit = cute.make_rmem_tensor(1, Float32) if const_expr(self.keeps_max_logits) else None
+            Softmax(c, a, tables, shared, scales, online, max_logit, part, thread, address)()
         elif warp_idx < epilogue.warps.start:
             set_registers(SPARE_REGISTERS, frame.THREADS)
         elif warp_idx < epilogue.warps.stop:
             set_registers(epilogue.registers, frame.THREADS)
-            self.epilogue(Out(a, tma.O, shared, mO, mLSE, thread))
+            Epilogue(c, a, tma.O, shared, mO, mLSE, thread)()
         else:
             set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
                 self.mma(mmas, shared)
             elif warp_idx == PRODUCER_WARP:
-                self.producer(a, tables, tma, shared)
+                self.producer(c, a, tables, tma, shared)()
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
         return Shared.of(self.memory, storage)
 
-    @cute.jit
     def mma(self, mmas: ForwardMmas, shared: Shared) -> None:
-        """One warp, which issues all products: S of a block ahead of P V of the block before it."""
-        c, tiles = self.config, shared.rings.tiles
-        products = _Products.of(c, mmas, shared)
-        progress = _Progress(c.blocks_ahead, c.q_parts)
+        """One warp, which issues all products."""
+        MmaWarp(self.config, mmas, shared)()
+
+
+class MmaWarp:
+    """The warp that issues all products, those of a pair in the leader. Its counts are over all tiles of the CTA."""
+
+    def __init__(self, config: ForwardConfig, mmas: ForwardMmas, shared: Shared) -> None:
+        self.config, self.mmas, self.shared = config, mmas, shared
+        self.tSrQ = mmas.S.make_fragment_A(operand(shared.sQ))  # (MMA, 1, MMA_K, part)
+        self.tSrK = mmas.S.make_fragment_B(operand(shared.sK))  # (MMA, 1, MMA_K, PIPE)
+        self.tOrV = mmas.O.make_fragment_B(operand(transposed(shared.sV)))  # (MMA, 1, MMA_K, PIPE)
+        self.memory = shared.tensor_memory
+        # Blocks whose scores, and whose output, have been begun; parts of Q that scores and outputs are done with.
+        self.k, self.v, self.q, self.o = (cute.make_rmem_tensor(1, Int32) for _ in range(4))
+        for counter in (self.k, self.v, self.q, self.o):
+            counter[0] = 0
+        # Of blocks whose output is yet to be begun, from the last one: which of their tile's blocks; -1: there is none.
+        self.positions = cute.make_rmem_tensor(config.blocks_ahead, Int32)
+        self.positions.fill(-1)
+        # Where a part's products can be left out: whether it attends to the last block; whether its O has been begun.
+        self.seen, self.has_O = (cute.make_rmem_tensor(config.q_parts, Int32) for _ in range(2))
+        for flags in (self.seen, self.has_O):
+            flags.fill(0)
+
+    @cute.jit
+    def __call__(self) -> None:
+        """S of a block ahead of P V of the block before it."""
+        c, shared, tiles = self.config, self.shared, self.shared.rings.tiles
         step = Int32(0)
         tiles.wait_full(step)  # from the producer
         while shared.tiles[0, tiles.stage(step)] >= 0:
             num_blocks = shared.tile(c, step).blocks.num
             tiles.release_fields(step)  # to the producer
             for i in cutlass.range(num_blocks, unroll=1):
-                self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
+                self._advance(i, i == num_blocks - 1, has_scores=True)
             step += 1
             # No role may wait for an output while this warp waits for a tile: the producer may publish none before that
             # output is read.
@@ -161,32 +197,25 @@ class ForwardSm100(ForwardKernel):
                 is_followed = shared.tiles[0, tiles.stage(step)] >= 0
             if not is_followed:
                 for _ in cutlass.range(c.blocks_ahead, unroll=1):
-                    self._advance(products, shared, progress, Int32(-1), Boolean(False), has_scores=False)
+                    self._advance(Int32(-1), Boolean(False), has_scores=False)
             tiles.wait_full(step)
-        shared.rings.v.wait_empty(progress.v[0] - 1 + c.v_stages)  # the last commit: shared memory lives until then
+        shared.rings.v.wait_empty(self.v[0] - 1 + c.v_stages)  # the last commit: shared memory lives until then
 
     @cute.jit
-    def _advance(
-        self,
-        products: "_Products",
-        shared: Shared,
-        progress: "_Progress",
-        i: Int32,
-        is_last: Boolean,
-        has_scores: Constexpr,
-    ) -> None:
+    def _advance(self, i: Int32, is_last: Boolean, has_scores: Constexpr) -> None:
         """Begins the output of the block that is ``blocks_ahead`` back, and the scores of the next: a tile's i-th.
 
         Without scores i is -1.
         """
-        c, rings = self.config, shared.rings
+        c, shared, rings = self.config, self.shared, self.shared.rings
+        signal = commit_to_both if const_expr(c.ctas_a_tile == CTAS) else commit
         steps = c.tile_n // _STEP
         most = steps - _COLUMNS // _STEP  # whose P is handed over ahead of the others
-        positions = [progress.positions[j] for j in range(c.blocks_ahead)]
+        positions = [self.positions[j] for j in range(c.blocks_ahead)]
         position = positions[-1]
         ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
-        k, v, q, o = progress.k[0], progress.v[0], progress.q[0], progress.o[0]
-        is_seen, has_O = progress.is_seen, progress.has_O
+        k, v, q, o = self.k[0], self.v[0], self.q[0], self.o[0]
+        seen, has_O = self.seen, self.has_O
         for part in cutlass.range_constexpr(c.q_parts):
             if position >= 0:
                 if const_expr(part == 0):
@@ -196,176 +225,51 @@ class ForwardSm100(ForwardKernel):
                 if position == 0:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
+                accumulates, is_seen = position > 0, True
                 if const_expr(c.leaves_out):
-                    accumulates = position > 0 and has_O[part] != 0
-                    if is_seen[part] != 0:
-                        products.start_O(unit, v, part, (0, most), accumulates)
-                    has_O[part] = Int32(accumulates or is_seen[part] != 0)
-                else:
-                    products.start_O(unit, v, part, (0, most), position > 0)
+                    accumulates, is_seen = accumulates and has_O[part] != 0, seen[part] != 0
+                if is_seen:
+                    self.start_O(unit, v, part, (0, most), accumulates)
+                if const_expr(c.leaves_out):
+                    has_O[part] = Int32(accumulates or is_seen)
                 rings.scores.wait_empty(unit + 2)  # from softmax warps: the others are, too
                 tensor_memory.after_sync()
-                if const_expr(c.leaves_out):
-                    if is_seen[part] != 0:
-                        products.start_O(unit, v, part, (most, steps), Boolean(True))
-                else:
-                    products.start_O(unit, v, part, (most, steps), Boolean(True))
+                if is_seen:
+                    self.start_O(unit, v, part, (most, steps), Boolean(True))
                 if const_expr(c.q_parts == 1):
-                    self.commit(rings.added.full(v))  # to softmax warps
+                    signal(rings.added.full(v))  # to softmax warps
                 if ends_tile:
-                    self.commit(rings.outputs.full(o + part))  # to the epilogue
+                    signal(rings.outputs.full(o + part))  # to the epilogue
                 if const_expr(part == c.q_parts - 1):
-                    self.commit(rings.v.empty(v))  # to the producer
+                    signal(rings.v.empty(v))  # to the producer
             if const_expr(has_scores):
                 unit = c.q_parts * k + part
                 if const_expr(part == 0):
                     rings.k.wait_full(k)  # from the producer
                 if i == 0:
                     rings.q.wait_full(q + part)  # from the producer
+                is_seen = True
                 if const_expr(c.leaves_out):
                     if const_expr(part == 0):
                         rings.entries.wait_full(k)  # from the producer
-                    seen = shared.entries.numbers[1 + part, rings.entries.stage(k)] != EMPTY
-                    is_seen[part] = Int32(seen)
+                    is_seen = shared.entries.numbers[1 + part, rings.entries.stage(k)] != EMPTY
+                    seen[part] = Int32(is_seen)
                     if const_expr(part == c.q_parts - 1):
                         rings.entries.release(k)  # to the producer
-                    if seen:
-                        products.start_S(unit, k, part)
-                else:
-                    products.start_S(unit, k, part)
-                self.commit(rings.scores.full(unit))  # to the part's softmax warps
+                if is_seen:
+                    self.start_S(unit, k, part)
+                signal(rings.scores.full(unit))  # to the part's softmax warps
                 if is_last:
-                    self.commit(rings.q.empty(q + part))  # to the producer
+                    signal(rings.q.empty(q + part))  # to the producer
                 if const_expr(part == c.q_parts - 1):
-                    self.commit(rings.k.empty(k))  # to the producer
-        progress.v[0] = v + Int32(position >= 0)
-        progress.o[0] = o + c.q_parts * Int32(position >= 0 and ends_tile)
+                    signal(rings.k.empty(k))  # to the producer
+        self.v[0] = v + Int32(position >= 0)
+        self.o[0] = o + c.q_parts * Int32(position >= 0 and ends_tile)
         if const_expr(has_scores):
-            progress.q[0] = q + c.q_parts * Int32(is_last)
-            progress.k[0] = k + 1
+            self.q[0] = q + c.q_parts * Int32(is_last)
+            self.k[0] = k + 1
         for j in cutlass.range_constexpr(c.blocks_ahead):
-            progress.positions[j] = [i, *positions][j]
-
-    @cute.jit
-    def softmax(
-        self,
-        a: ForwardArguments,
-        tables: Tables | None,
-        shared: Shared,
-        scales: ScoreScales,
-        part: Int32,
-        thread: Int32,
-    ) -> None:
-        """A warpgroup: P from S for a part of every tile's queries, one a thread."""
-        c, rings = self.config, shared.rings
-        address = tensor_memory.row_address(shared.tensor_memory, thread)
-        online = RowSoftmax(scales.log2, c.polynomial_every, c.features.bias, self.keeps_max_P)
-        max_logit = cute.make_rmem_tensor(1, Float32) if self.keeps_max_logits else None
-        rows = _Rows(c, a, tables, shared, scales, online, max_logit, part, thread, address)
-        block_step, step, stats_step = Int32(0), Int32(0), part
-        rings.tiles.wait_full(step)  # from the producer
-        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
-            num_blocks = rows.tile(step).blocks.num
-            if num_blocks > 0:
-                rows.reset()
-                for i in cutlass.range(num_blocks, unroll=1):
-                    self._softmax_step(rows, step, i, block_step)
-                    block_step += 1
-                if const_expr(c.features.max_logits):
-                    rows.raise_max_logits(step)
-                rings.stats.wait_empty(stats_step)  # from the epilogue
-                shared.stats[thread, 0, part] = rows.softmax.row_sum[0]
-                shared.stats[thread, 1, part] = rows.softmax.row_max[0]
-                rings.stats.arrive(stats_step)  # to it
-                stats_step += c.q_parts
-            rings.tiles.release_fields(step)  # to the producer
-            step += 1
-            rings.tiles.wait_full(step)
-        if const_expr(c.q_parts == 1):
-            for unit in (block_step - 2, block_step - 1):
-                rings.added.wait_full(unit)  # from the tensor cores: of a pair, the CTA lives until they have arrived
-
-    @cute.jit
-    def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:
-        """Computes P of a tile's i-th block, in the place of S. Tiles and blocks are counted for the whole CTA."""
-        c, ring = self.config, rows.shared.rings.scores
-        if const_expr(c.features.bias):
-            step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
-        if const_expr(c.features.listed):
-            block, code, words = rows.read_entry(step, block_step)
-            is_seen, is_cut = code != EMPTY, rows.hides(code, words)
-        else:
-            block, words = rows.tile(step).blocks.nth(i), None
-            visible = rows.visible_blocks(step)
-            is_seen = block >= visible.start and block < visible.stop
-            is_cut = visible.crosses_left(block) or visible.crosses_right(block)
-        unit = c.q_parts * block_step + rows.part
-        place = rows.address + c.first_S(ring.stage(unit))
-
-        bias = rows.bias(step, block) if const_expr(c.features.bias and not self.keeps_max_logits) else None
-        store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
-        ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
-        if const_expr(c.q_parts == 1):
-            rows.shared.rings.added.wait_full(unit - 2)  # likewise: no phase is skipped
-        tensor_memory.after_sync()
-        if is_seen:
-            if const_expr(self.keeps_max_logits):
-                scale = rows.arguments.numbers.softmax_scale
-                if is_cut:
-                    rows.hide(step, block, place, words, scale)
-                rows.add_logits(place, scale)
-            if const_expr(c.features.softcap):
-                cap_in_memory(place, c.tile_n, rows.scales.tanh)
-            if const_expr(c.features.bias):
-                rows.add_bias(step, block, place, bias)
-            if is_cut:
-                rows.hide(step, block, place, words, rows.scales.log2)
-            scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
-            rows.softmax.step(scores, store, partial(rows.rescale, unit), hand_over, self.dtype)
-        else:
-            if const_expr(not c.features.listed):
-                store(0, [Int32(0)] * (c.tile_n // 2))
-            hand_over()
-        tensor_memory.before_sync()
-        ring.release(unit)  # to the mma warp
-
-
-class _Progress:
-    """Progress of the mma warp: counts over all tiles of the CTA, in registers."""
-
-    def __init__(self, blocks_ahead: int, q_parts: int) -> None:
-        # Blocks whose scores, and whose output, have been begun; parts of Q that scores and outputs are done with.
-        self.k, self.v, self.q, self.o = (cute.make_rmem_tensor(1, Int32) for _ in range(4))
-        for counter in (self.k, self.v, self.q, self.o):
-            counter[0] = 0
-        # Of blocks whose output is yet to be begun, from the last one: which of their tile's blocks; -1: there is none.
-        self.positions = cute.make_rmem_tensor(blocks_ahead, Int32)
-        self.positions.fill(-1)
-        # Where a part's products can be left out: whether it attends to the last block; whether its O has been begun.
-        self.is_seen, self.has_O = (cute.make_rmem_tensor(q_parts, Int32) for _ in range(2))
-        for flags in (self.is_seen, self.has_O):
-            flags.fill(0)
-
-
-@dataclass(frozen=True)
-class _Products:
-    """All products, called by their results; in flight on return."""
-
-    config: ForwardConfig
-    mmas: ForwardMmas
-    shared: Shared
-    memory: cute.Pointer  # tensor memory
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, part)
-    tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-
-    @staticmethod
-    def of(config: ForwardConfig, mmas: ForwardMmas, shared: Shared) -> "_Products":
-        """Products of all operands in shared memory."""
-        tSrQ = mmas.S.make_fragment_A(operand(shared.sQ))
-        tSrK = mmas.S.make_fragment_B(operand(shared.sK))
-        tOrV = mmas.O.make_fragment_B(operand(transposed(shared.sV)))
-        return _Products(config, mmas, shared, shared.tensor_memory, tSrQ, tSrK, tOrV)
+            self.positions[j] = [i, *positions][j]
 
     def start_S(self, unit: Int32, k: Int32, part: int) -> None:
         """S = Q K^T."""
@@ -383,11 +287,11 @@ class _Products:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """A softmax warpgroup's rows of a tile, one a thread, and their softmax."""
+class Softmax:
+    """A warpgroup: P from S for a part of every tile's queries, one a thread."""
 
     config: ForwardConfig
-    arguments: ForwardArguments
+    a: ForwardArguments
     tables: Tables | None
     shared: Shared
     scales: ScoreScales
@@ -396,6 +300,77 @@ class _Rows:
     part: Int32
     thread: Int32  # of the warpgroup
     address: Int32  # of this thread's row in tensor memory
+
+    @cute.jit
+    def __call__(self) -> None:
+        """All tiles of the CTA."""
+        c, shared, rings, thread, part = self.config, self.shared, self.shared.rings, self.thread, self.part
+        block_step, step, stats_step = Int32(0), Int32(0), part
+        rings.tiles.wait_full(step)  # from the producer
+        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
+            num_blocks = self.tile(step).blocks.num
+            if num_blocks > 0:
+                self.reset()
+                for i in cutlass.range(num_blocks, unroll=1):
+                    self._step(step, i, block_step)
+                    block_step += 1
+                if const_expr(c.features.max_logits):
+                    self.raise_max_logits(step)
+                rings.stats.wait_empty(stats_step)  # from the epilogue
+                shared.stats[thread, 0, part] = self.softmax.row_sum[0]
+                shared.stats[thread, 1, part] = self.softmax.row_max[0]
+                rings.stats.arrive(stats_step)  # to it
+                stats_step += c.q_parts
+            rings.tiles.release_fields(step)  # to the producer
+            step += 1
+            rings.tiles.wait_full(step)
+        if const_expr(c.q_parts == 1):
+            for unit in (block_step - 2, block_step - 1):
+                rings.added.wait_full(unit)  # from the tensor cores: of a pair, the CTA lives until they have arrived
+
+    @cute.jit
+    def _step(self, step: Int32, i: Int32, block_step: Int32) -> None:
+        """Computes P of a tile's i-th block, in the place of S. Tiles and blocks are counted for the whole CTA."""
+        c, ring = self.config, self.shared.rings.scores
+        if const_expr(c.features.bias):
+            step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
+        if const_expr(c.features.listed):
+            block, code, words = self.read_entry(step, block_step)
+            is_seen, is_cut = code != EMPTY, self.hides(code, words)
+        else:
+            block, words = self.tile(step).blocks.nth(i), None
+            visible = self.visible_blocks(step)
+            is_seen = block >= visible.start and block < visible.stop
+            is_cut = visible.crosses_left(block) or visible.crosses_right(block)
+        unit = c.q_parts * block_step + self.part
+        place = self.address + c.first_S(ring.stage(unit))
+
+        bias = self.bias(step, block) if const_expr(c.features.bias and self.max_logit is None) else None
+        store, hand_over = partial(self.store, place), partial(self.hand_over, unit)
+        ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
+        if const_expr(c.q_parts == 1):
+            self.shared.rings.added.wait_full(unit - 2)  # likewise: no phase is skipped
+        tensor_memory.after_sync()
+        if is_seen:
+            if const_expr(self.max_logit is not None):
+                scale = self.a.numbers.softmax_scale
+                if is_cut:
+                    self.hide(step, block, place, words, scale)
+                self.add_logits(place, scale)
+            if const_expr(c.features.softcap):
+                cap_in_memory(place, c.tile_n, self.scales.tanh)
+            if const_expr(c.features.bias):
+                self.add_bias(step, block, place, bias)
+            if is_cut:
+                self.hide(step, block, place, words, self.scales.log2)
+            scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
+            self.softmax.step(scores, store, partial(self.rescale, unit), hand_over, DTYPES[c.dtype])
+        else:
+            if const_expr(not c.features.listed):
+                store(0, [Int32(0)] * (c.tile_n // 2))
+            hand_over()
+        tensor_memory.before_sync()
+        ring.release(unit)  # to the mma warp
 
     # Fields of a tile are read again and again, and what follows from them is computed for every block: while a thread
     # waits for scores it has the time, but when it has them it lacks registers.
@@ -409,7 +384,7 @@ class _Rows:
         tile = self.tile(step)
         first_row = tile.first_query + PART_ROWS * self.part
         num_rows = cutlass.min(tile.q.length - first_row, PART_ROWS)
-        window = Window.of(self.config.features, self.arguments, tile.q.length, tile.k.length)
+        window = Window.of(self.config.features, self.a, tile.q.length, tile.k.length)
         return Blocks.of(first_row, num_rows, tile.k.length, window, self.config.tile_n)
 
     @cute.jit
@@ -421,7 +396,7 @@ class _Rows:
         ring.release(block_step)  # to it
         words = words_of(self.tables.mBits, code, 0, self.thread)
         if const_expr(self.config.features.intervals):
-            tile, m = self.tile(step), self.arguments.mIntervals
+            tile, m = self.tile(step), self.a.mIntervals
             row = tile.first_query + PART_ROWS * self.part + self.thread
             words = within_interval(words, m, tile.batch, tile.q.length, row, block * self.config.tile_n)
         return block, code, words
@@ -445,7 +420,7 @@ class _Rows:
     def bias(self, step: Int32, block: Int32) -> BlockOfBias:
         """Begins to read the row's bias in a block, which the part need not attend to."""
         f, tile = self.config.features, self.tile(step)
-        tensors = ScoreTensors.of(f, self.arguments)
+        tensors = ScoreTensors.of(f, self.a)
         row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
         mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
         bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
@@ -462,7 +437,7 @@ class _Rows:
             return
         tile = self.tile(step)
         row = tile.first_query + PART_ROWS * self.part + self.thread
-        window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
+        window = Window.of(f, self.a, tile.q.length, tile.k.length)
         edges, first_column = Edges(left=f.left, right=True), block * self.config.tile_n
         hide_in_memory(place, self.config.tile_n, scale, row, first_column, tile.k.length, window, edges)
 
@@ -482,7 +457,7 @@ class _Rows:
         logit = self.softmax.max_logit(0) if self.max_logit is None else self.max_logit[0]
         is_real = tile.first_query + PART_ROWS * self.part + self.thread < tile.q.length
         logit = cutlass.select_(is_real, logit, -Float32.inf)
-        raise_max_logit_by_warp(self.arguments.mMaxLogits, tile.head, logit)
+        raise_max_logit_by_warp(self.a.mMaxLogits, tile.head, logit)
 
     def store(self, place: Int32, piece: int, P: list[Int32]) -> None:
         """Stores P of a piece, in pairs, from its first column on."""

@@ -29,19 +29,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32
 
-from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import CTAS
-from flash_attn_cute.kernels.sm100.forward import ForwardSm100
-from flash_attn_cute.kernels.sm100.forward_config import ForwardConfig
+from flash_attn_cute.kernels.sm100.forward import ForwardSm100, MmaWarp
 from flash_attn_cute.kernels.sm100.forward_transfers import Producer, Shared
 from flash_attn_cute.kernels.sm100.frame import InPair
-from flash_attn_cute.kernels.sm100.mma import commit_to_both
 
 _FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
 
@@ -54,27 +49,18 @@ class PairShared(Shared, InPair):
     queries: int  # of each CTA, in a tile
     tiles_sent: cute.Tensor  # the leader's copy of what the second CTA reads
 
-    @cute.jit
-    def publish(self, tile: QueryTile, step: Int32) -> None:
-        """Publishes a tile to both CTAs, by the leader's producer: half of its queries to each."""
+    def _write(self, tile: QueryTile | None, step: Int32) -> None:
+        """Writes a tile for both CTAs, by the leader, half of its queries for each, and signals that."""
         ring = self.rings.tiles
-        ring.wait_empty(step)  # from all other roles of both: they are done with the stage's last tile
-        with cute.arch.elect_one():
+        if tile is None:
+            for fields in (self.tiles, self.tiles_sent):
+                fields[0, ring.stage(step)] = Int32(-1)
+        else:
             own, sent = (fields[None, ring.stage(step)] for fields in (self.tiles, self.tiles_sent))
             for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + self.queries)):
                 replace(tile, first_query=first_query).write(fields)
                 fields[_FIRST_KEY] = tile.k.start
-            ring.publish(step, self.tiles, self.tiles_sent)
-
-    @cute.jit
-    def publish_end(self, step: Int32) -> None:
-        """Publishes the end of work to both CTAs, by the leader's producer."""
-        ring = self.rings.tiles
-        ring.wait_empty(step)  # as above
-        with cute.arch.elect_one():
-            for fields in (self.tiles, self.tiles_sent):
-                fields[0, ring.stage(step)] = Int32(-1)
-            ring.publish(step, self.tiles, self.tiles_sent)
+        ring.publish(step, self.tiles, self.tiles_sent)
 
     def first_key(self, step: Int32) -> Int32:
         """Where a tile's keys begin, in the tensor."""
@@ -84,14 +70,16 @@ class PairShared(Shared, InPair):
 class PairProducer(Producer):
     """A warp of each CTA: loads its part of all that is needed, in the order in which it is. The leader's chooses."""
 
+    shared: PairShared
+
     @cute.jit
-    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: PairShared) -> None:
+    def __call__(self) -> None:
         """All tiles of the pair."""
-        c, rings, rank = self.config, shared.rings, shared.rank
+        c, a, tma, shared, rings, rank = self.config, self.a, self.tma, self.shared, self.shared.rings, self.shared.rank
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         first, _, _ = cute.arch.block_idx()
-        index = self._publish_next(a, shared, first // CTAS, step)
+        index = self._publish_next(first // CTAS, step)
         rings.tiles.wait_full(step)
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             tile = shared.tile(c, step)
@@ -103,16 +91,16 @@ class PairProducer(Producer):
                 # Keys of the second CTA may be none: an empty box arrives as zeros.
                 own_end = cutlass.max(cutlass.min(own + c.keys_shared, tile.k.length), own)
                 gK = tma.K.at(first_key + own, first_key + own_end, head_k, tile.batch)
-                self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
+                self._load("K", gK, block_step)
                 if i == 0:
-                    self._load_Q(tile, tma.Q, shared, q_step)
+                    self._load_Q(tile, q_step)
                     q_step += c.q_parts
                 stop = first_key + cutlass.min(start + c.tile_n, tile.k.length)
                 gV = tma.V.at(first_key + start, stop, head_k, tile.batch, rank)
-                self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
+                self._load("V", gV, block_step)
                 block_step += 1
             step += 1
-            index = self._publish_next(a, shared, index, step)
+            index = self._publish_next(index, step)
             rings.tiles.wait_full(step)
         # From the tensor cores of the pair: commits arrive in any order, and the CTA lives until all are here.
         rings.q.wait_all_empty(q_step)
@@ -120,11 +108,12 @@ class PairProducer(Producer):
         rings.v.wait_all_empty(block_step)
 
     @cute.jit
-    def _publish_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
+    def _publish_next(self, index: Int32, step: Int32) -> Int32:
         """Publishes the first tile from ``index`` on that is work, or the end, by the leader to all roles of both CTAs.
 
         Returns the tile that may be the next one.
         """
+        a, shared = self.a, self.shared
         if shared.is_leader:
             num_tiles, is_published = self.tiles.num(a), Boolean(False)
             while index < num_tiles and not is_published:
@@ -134,16 +123,16 @@ class PairProducer(Producer):
                 if is_published:
                     shared.publish(tile, step)
             if not is_published:
-                shared.publish_end(step)
+                shared.publish(None, step)
         else:
             shared.rings.tiles.expect(step, shared.tiles)
         return index
 
     @cute.jit
-    def _acquire(self, shared: PairShared, ring: Constexpr, step: Int32) -> None:
+    def _acquire(self, ring: Constexpr, step: Int32) -> None:
         """Waits, and announces as the leader the bytes of both, which arrive at its barrier."""
         ring.wait_empty(step)
-        if shared.is_leader:
+        if self.shared.is_leader:
             with cute.arch.elect_one():
                 ring.announce(step)
 
@@ -151,10 +140,7 @@ class PairProducer(Producer):
 class ForwardPairSm100(ForwardSm100):
     """The forward kernel of one configuration."""
 
-    def __init__(self, config: ForwardConfig):
-        super().__init__(config)
-        self.producer = PairProducer(config)
-        self.commit = commit_to_both
+    producer = PairProducer
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -165,4 +151,4 @@ class ForwardPairSm100(ForwardSm100):
     def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:
         """A warp of each CTA, of which only the leader's issues products."""
         if shared.is_leader:
-            super().mma(mmas, shared)
+            MmaWarp(self.config, mmas, shared)()

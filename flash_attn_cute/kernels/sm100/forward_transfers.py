@@ -5,14 +5,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.block_lists import Tables
+from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
-from flash_attn_cute.kernels.common.ring import StepInfo
+from flash_attn_cute.kernels.common.ring import Ring, StepInfo
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns, zero_rows
 from flash_attn_cute.kernels.common.softmax import finalize
 from flash_attn_cute.kernels.common.storage import SharedMemory
@@ -56,22 +57,21 @@ class Shared(Held):
         return QueryTile.read(config, self.tiles[None, self.rings.tiles.stage(step)])
 
     @cute.jit
-    def publish(self, tile: QueryTile, step: Int32) -> None:
-        """Publishes a tile to the other roles, by the producer."""
+    def publish(self, tile: QueryTile | None, step: Int32) -> None:
+        """Publishes a tile to the other roles, by the producer; None: the end of work, as a tile of no sequence."""
         ring = self.rings.tiles
         ring.wait_empty(step)  # from all other roles: they are done with the stage's last tile
         with cute.arch.elect_one():
-            tile.write(self.tiles[None, ring.stage(step)])
-            cute.arch.mbarrier_arrive(ring.full(step))
+            self._write(tile, step)
 
-    @cute.jit
-    def publish_end(self, step: Int32) -> None:
-        """Publishes the end of work to the other roles: a tile of no sequence."""
-        ring = self.rings.tiles
-        ring.wait_empty(step)  # as above
-        with cute.arch.elect_one():
-            self.tiles[0, ring.stage(step)] = Int32(-1)
-            cute.arch.mbarrier_arrive(ring.full(step))
+    def _write(self, tile: QueryTile | None, step: Int32) -> None:
+        """Writes a tile, and signals that, by one thread."""
+        stage = self.rings.tiles.stage(step)
+        if tile is None:
+            self.tiles[0, stage] = Int32(-1)
+        else:
+            tile.write(self.tiles[None, stage])
+        cute.arch.mbarrier_arrive(self.rings.tiles.full(step))
 
     def piece_of_O(self, part: Int32, piece: int, number: Int32) -> cute.Tensor:
         """Where 64 columns of a part's O are put, (128, 64); ``number`` counts what has been put so far."""
@@ -80,22 +80,30 @@ class Shared(Held):
         return cute.local_tile(self.sQ[None, None, part], (PART_ROWS, O_COLUMNS), (0, piece))
 
 
+@dataclass(frozen=True)
 class Producer:
     """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
 
-    def __init__(self, config: ForwardConfig):
-        self.config = config
-        self.tiles = ListedTiles(config) if config.features.listed else QueryTiles(config)
+    config: ForwardConfig
+    a: ForwardArguments
+    tables: Tables | None
+    tma: ForwardTiles
+    shared: Shared
+
+    @property
+    def tiles(self) -> QueryTiles:
+        """All tiles of the pass."""
+        return ListedTiles(self.config) if self.config.features.listed else QueryTiles(self.config)
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: ForwardTiles, shared: Shared) -> None:
+    def __call__(self) -> None:
         """All tiles of the CTA; one of no sequence ends the work of the others."""
-        c, rings = self.config, shared.rings
+        c, a, tma, shared = self.config, self.a, self.tma, self.shared
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
         num_tiles = self.tiles.num(a)
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
-        iterator = BlockIterator.of(c, tables, shared.iterator) if const_expr(c.features.listed) else None
+        iterator = BlockIterator.of(c, self.tables, shared.iterator) if const_expr(c.features.listed) else None
         while index < num_tiles:
             tile = self.tiles.at(a, iterator, index)
             index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
@@ -117,65 +125,71 @@ class Producer:
                     start += k_start
                     head_k = tile_of_block.head // heads_a_key_head
                     gK = tma.K.at(start, stop, head_k, tile_of_block.batch)
-                    self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
+                    self._load("K", gK, block_step)
                     if i == 0:
-                        self._load_Q(tile_of_block, tma.Q, shared, q_step)
+                        self._load_Q(tile_of_block, q_step)
                         q_step += c.q_parts
                     gV = tma.V.at(start, stop, head_k, tile_of_block.batch)
-                    self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
+                    self._load("V", gV, block_step)
                     block_step += 1
-        shared.publish_end(step)
+        shared.publish(None, step)
 
     @cute.jit
-    def _load_Q(self, tile: QueryTile, tQ: RowTiles, shared: Shared, step: Int32) -> None:
+    def _load_Q(self, tile: QueryTile, step: Int32) -> None:
         for part in cutlass.range_constexpr(self.config.q_parts):
             # A part behind the sequence's end is an empty box: it arrives as zeros.
             start = tile.first_query + PART_ROWS * part
             stop = cutlass.max(cutlass.min(start + PART_ROWS, tile.q.length), start)
-            gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
-            self._load(tQ, gQ, shared, shared.sQ, shared.rings.q, step + part)
+            gQ = self.tma.Q.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
+            self._load("Q", gQ, step + part)
 
-    @cute.jit
-    def _load(
-        self, tiles: RowTiles, gX: cute.Tensor, shared: Shared, sX: cute.Tensor, ring: Constexpr, step: Int32
-    ) -> None:
-        self._acquire(shared, ring, step)  # from the tensor cores: products with what was there are done
+    def _load(self, name: str, gX: cute.Tensor, step: Int32) -> None:
+        """Loads a tile of Q, K or V to the stage of a step."""
+        tiles, sX, ring = (
+            getattr(x, n) for x, n in ((self.tma, name), (self.shared, f"s{name}"), (self.shared.rings, name.lower()))
+        )
+        self._acquire(ring, step)  # from the tensor cores: products with what was there are done
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
 
-    def _acquire(self, shared: Shared, ring: Any, step: Int32) -> None:
+    def _acquire(self, ring: Ring, step: Int32) -> None:
         """Waits for the stage of a step and announces its bytes."""
         ring.acquire(step)
 
 
+@dataclass(frozen=True)
 class Epilogue:
     """A warpgroup: brings O from tensor memory to global memory, with lse, and zeros into the padding."""
 
-    def __init__(self, config: ForwardConfig, dtype: type):
-        self.config = config
-        self.dtype = dtype
+    config: ForwardConfig
+    a: ForwardArguments
+    tO: RowTiles | None
+    shared: Shared
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    thread: Int32  # of the warpgroup
 
     @cute.jit
-    def __call__(self, out: "Out") -> None:
+    def __call__(self) -> None:
         """All tiles of the CTA. A thread has a row of each part."""
-        c, shared, rings = self.config, out.shared, out.shared.rings
+        c, shared, rings = self.config, self.shared, self.shared.rings
         step, o_step = Int32(0), Int32(0)
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             has_keys = shared.tile(c, step).blocks.num > 0
             for part in cutlass.range(c.q_parts, unroll=1):
-                self._part(out, step, part, has_keys, o_step + part)
+                self._part(step, part, has_keys, o_step + part)
             if has_keys:
                 o_step += c.q_parts
             rings.tiles.release_fields(step)  # to the producer
             step += 1
             rings.tiles.wait_full(step)
-        if out.thread < 32:
+        if self.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
     @cute.jit
-    def _part(self, out: "Out", step: Int32, part: Int32, has_keys: cutlass.Boolean, o_step: Int32) -> None:
+    def _part(self, step: Int32, part: Int32, has_keys: Boolean, o_step: Int32) -> None:
         """A part of a tile: O, if it has keys, lse, and zeros into the padding."""
-        c, a, shared, mO, mLSE, thread = self.config, out.arguments, out.shared, out.mO, out.mLSE, out.thread
+        c, a, shared, mO, mLSE, thread = self.config, self.a, self.shared, self.mO, self.mLSE, self.thread
         rings, tile = shared.rings, shared.tile(c, step)
         first_row = tile.first_query + PART_ROWS * part
         stop = cutlass.min(first_row + PART_ROWS, tile.q.length)
@@ -192,9 +206,9 @@ class Epilogue:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
             if const_expr(c.features.wide):
-                self._store_rows(out, step, part, o_step, factor)
+                self._store_rows(step, part, o_step, factor)
             else:
-                self._store(out, step, part, o_step, factor)
+                self._store(step, part, o_step, factor)
         else:
             gO = mO[None, None, tile.head, tile.batch]
             zero_rows(gO, tile.q.start + first_row, stop - first_row, thread, PART_ROWS)
@@ -206,9 +220,10 @@ class Epilogue:
                 mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store(self, out: "Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
+    def _store(self, step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O, each row times a factor, through shared memory and TMA."""
-        c, shared, rings, thread, tO = self.config, out.shared, out.shared.rings, out.thread, out.tO
+        c, shared, rings, thread, tO = self.config, self.shared, self.shared.rings, self.thread, self.tO
+        dtype = DTYPES[c.dtype]
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         together = {"barrier_id": _BARRIER_EPILOGUE, "number_of_threads": PART_ROWS}
         pieces = c.tile_dv // O_COLUMNS
@@ -223,20 +238,20 @@ class Epilogue:
                 cute.arch.barrier(**together)  # what was there has left shared memory
             for first in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
                 some = tensor_memory.load(address + (piece * O_COLUMNS + first), _COLUMNS)
-                rO = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+                rO = cute.make_rmem_tensor(_COLUMNS, dtype)
                 packed = cute.recast_tensor(rO, Int32)
                 for i in cutlass.range_constexpr(_COLUMNS // 2):
                     pair = (self._scaled(x, factor) for x in some[2 * i : 2 * i + 2])
-                    packed[i] = pack(*pair, self.dtype)
+                    packed[i] = pack(*pair, dtype)
                 write_row(rO, sO, thread, first)
                 if const_expr(c.features.residual):
                     half = first % GROUP // _COLUMNS
                     for q in cutlass.range_constexpr(4):
                         own = (self._scaled(some[8 * p + 2 * q + e], factor) for p in range(2) for e in range(2))
-                        residuals[2 * q + half] = residual_word(list(own), self.dtype)
+                        residuals[2 * q + half] = residual_word(list(own), dtype)
                     if const_expr(half == 1):
                         group = (piece * O_COLUMNS + first) // GROUP
-                        self._store_residuals(out, shared.tile(c, step), part, group, residuals)
+                        self._store_residuals(shared.tile(c, step), part, group, residuals)
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
                 tensor_memory.before_sync()
@@ -256,18 +271,18 @@ class Epilogue:
                 rings.q.release(o_step)  # to the producer: the place of Q is free
 
     @cute.jit
-    def _store_residuals(self, out: "Out", tile: QueryTile, part: Int32, group: Constexpr, words: cute.Tensor) -> None:
+    def _store_residuals(self, tile: QueryTile, part: Int32, group: Constexpr, words: cute.Tensor) -> None:
         """Residuals of a group of columns of this thread's row, if there are such a row and such columns."""
-        mResidual = rows_first(out.arguments.mResidual, self.config.features.packed)
-        row = tile.first_query + PART_ROWS * part + out.thread
+        mResidual = rows_first(self.a.mResidual, self.config.features.packed)
+        row = tile.first_query + PART_ROWS * part + self.thread
         if row < tile.q.length and group * GROUP < mResidual.shape[1]:
             gR = mResidual[tile.q.start + row, None, tile.head, tile.batch]
             cute.autovec_copy(words, cute.recast_tensor(cute.local_tile(gR, (GROUP,), (group,)), Int32))
 
     @cute.jit
-    def _store_rows(self, out: "Out", step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
+    def _store_rows(self, step: Int32, part: Int32, o_step: Int32, factor: Float32) -> None:
         """A part of O in float32, each row times a factor, by the threads that have the rows."""
-        c, shared, rings, thread, mO = self.config, out.shared, out.shared.rings, out.thread, out.mO
+        c, shared, rings, thread, mO = self.config, self.shared, self.shared.rings, self.thread, self.mO
         tile = shared.tile(c, step)
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         row = tile.first_query + PART_ROWS * part + thread
@@ -294,15 +309,3 @@ class Epilogue:
         if self.config.leaves_out:  # nothing may have been multiplied: anything may stand there
             x = cutlass.select_(factor != 0.0, x, Float32(0.0))
         return x * factor
-
-
-@dataclass(frozen=True)
-class Out:
-    """Where results of an epilogue's thread come from, and where they go."""
-
-    arguments: ForwardArguments
-    tO: RowTiles | None
-    shared: Shared
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    thread: Int32  # of the warpgroup
