@@ -144,8 +144,7 @@ class ForwardPairSm100(ForwardSm100):
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        sent = self.memory.tensors(storage, "tiles_sent")
-        return PairShared.of(self.memory, storage, rank=rank, queries=self.config.queries, **sent)
+        return PairShared.of(self.memory, storage, rank=rank, queries=self.config.queries)
 
     @cute.jit
     def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:

@@ -1,7 +1,6 @@
 """Producer warp and epilogue of the forward kernel (see ``forward``), and the shared memory of all its roles."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,14 +15,13 @@ from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
 from flash_attn_cute.kernels.common.ring import Ring, StepInfo
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns, zero_rows
 from flash_attn_cute.kernels.common.softmax import finalize
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.forward_config import O_STAGES, ForwardConfig
+from flash_attn_cute.kernels.sm100.frame import Held
 from flash_attn_cute.kernels.sm100.mma import write_row
-from flash_attn_cute.kernels.sm100.tensor_memory import Held
 
 _BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
 _COLUMNS = 16  # of O that a thread of the epilogue has in registers
@@ -41,16 +39,6 @@ class Shared(Held):
     entries: StepInfo | None  # a block, and its code for each part
     iterator: cute.Tensor | None
     stats: cute.Tensor
-    rings: Any  # those of the schedule, by name
-    holder: cute.Pointer
-
-    @classmethod
-    def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> "Shared":
-        """Shared memory of a CTA, on the device, with more fields of a subclass."""
-        names = ("sQ", "sK", "sV", "sO", "tiles", "iterator", "stats")
-        rings = memory.rings(storage)
-        entries = StepInfo.of(rings, memory.tensors(storage, "entries"))
-        return cls(**memory.tensors(storage, *names), **entries, rings=rings, holder=storage.holder.data_ptr(), **more)
 
     def tile(self, config: ForwardConfig, step: Int32) -> QueryTile:
         """The tile of a step, as published; read where it is needed, to keep it out of registers."""

@@ -4,9 +4,14 @@ The mma warp allocates tensor memory ahead of a CTA's first barrier, and frees i
 before both: one writes to the other's shared memory and arrives at its barriers.
 """
 
-import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32, const_expr
+from dataclasses import dataclass, fields
+from typing import Any
 
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.common.ring import StepInfo
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, SECOND, TENSOR_COLUMNS, WARPS
@@ -18,7 +23,7 @@ THREADS = 32 * WARPS
 def begin(
     init_barriers: Constexpr,
     tma: Constexpr,
-    holder: cute.Pointer,
+    holder: cute.Tensor,
     warp_idx: Int32,
     ctas: Constexpr = 1,
 ) -> None:
@@ -35,7 +40,7 @@ def begin(
     if const_expr(pair):  # both run, and their barriers count
         meet_in_cluster()
     if warp_idx == MMA_WARP:
-        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder, is_two_cta=pair)
+        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder.iterator, is_two_cta=pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
     tensor_memory.before_sync()
     cute.arch.sync_threads()
@@ -60,6 +65,27 @@ def meet_in_cluster() -> None:
     """All threads of all its CTAs."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Shared memory of a CTA: fields of subclasses are buffers of the schedule."""
+
+    rings: Any  # those of the schedule, by name
+    holder: cute.Tensor  # where the CTA's tensor memory begins
+
+    @classmethod
+    def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> Any:
+        """Shared memory, on the device, with fields that are no buffers."""
+        rings, buffers = memory.rings(storage), {buffer.name for buffer in memory.schedule.shared}
+        tensors = memory.tensors(storage, *(x.name for x in fields(cls) if x.name in buffers))
+        numbers = StepInfo.of(rings, {x: tensors[x] for x in ("entries", "turns") if x in tensors})
+        return cls(**tensors | numbers | more, rings=rings)
+
+    @property
+    def tensor_memory(self) -> cute.Pointer:
+        """Where it begins, read every time: one register for all roles would live too long."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder.iterator)
 
 
 class InPair:

@@ -18,17 +18,6 @@ from flash_attn_cute.kernels.common.assembly import assembly
 _AT_ONCE = 32  # columns of an instruction, at most
 
 
-class Held:
-    """Shared memory with a place, ``holder``, that holds where the CTA's tensor memory begins."""
-
-    holder: cute.Pointer
-
-    @property
-    def tensor_memory(self) -> cute.Pointer:
-        """Where it begins, read every time: one register for all roles would live too long."""
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
-
-
 def row_address(memory: cute.Pointer, thread: Int32) -> Int32:
     """The address of column 0 in the row of a thread of a warpgroup."""
     return memory.toint() + (thread // 32 * 32 << 16)

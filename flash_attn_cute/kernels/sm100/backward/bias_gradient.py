@@ -52,14 +52,12 @@ _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 @dataclass(frozen=True)
-class _Shared(tensor_memory.Held):
+class _Shared(frame.Held):
     """Shared memory, and what guards it."""
 
     operands: list[cute.Tensor]  # (rows, columns, stage), Q, K, dO and V
     tile: cute.Tensor  # (query, key), in their place
     pieces: Pieces
-    rings: Any  # those of the schedule, by name
-    holder: cute.Pointer
 
 
 class BiasGradientSm100(BiasGradientKernel):
@@ -104,13 +102,12 @@ class BiasGradientSm100(BiasGradientKernel):
         frame.end(shared, warp_idx)
 
     def _shared(self, storage: Any) -> _Shared:
-        rings = self.memory.rings(storage)
-        return _Shared(
+        return _Shared.of(
+            self.memory,
+            storage,
             operands=list(self.memory.tensors(storage, *PIECE_OPERANDS).values()),
             tile=self._tile(cute.recast_ptr(storage.sQ.data_ptr(), dtype=Float32)),
-            pieces=Pieces.at(rings.pieces, storage.pieces, self.config.features.packed),
-            rings=rings,
-            holder=storage.holder.data_ptr(),
+            pieces=Pieces.at(self.memory.ring(storage, "pieces"), storage.pieces, self.config.features.packed),
         )
 
     def _tile(self, place: cute.Pointer) -> cute.Tensor:

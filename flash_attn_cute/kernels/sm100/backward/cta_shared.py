@@ -1,7 +1,6 @@
 """Shared memory of the backward kernels, as their roles read it: ``backward_schedule`` describes all of it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -9,12 +8,10 @@ from cutlass import Int32
 from flash_attn_cute.kernels.common.assembly import copy_to_cta
 from flash_attn_cute.kernels.common.key_tiles import WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring, StepInfo
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES, BackwardConfig
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import ADDING_WARPS
 from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
-from flash_attn_cute.kernels.sm100.frame import InPair
-from flash_attn_cute.kernels.sm100.tensor_memory import Held
+from flash_attn_cute.kernels.sm100.frame import Held, InPair
 
 OUT = CTAS  # the place of dS that is to be sent
 
@@ -37,9 +34,6 @@ class Shared(WorkTileBroadcast, Held):
     delta: cute.Tensor
     dQ: cute.Tensor
     tile_fields: cute.Tensor
-    tiles: Ring
-    rings: Any  # those of the schedule, by name
-    holder: cute.Pointer
     # Under a mask, a step's block of queries, its code and, with a bias, the head, to compute warps; and which block of
     # dQ, counted over all heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
     entries: StepInfo | None
@@ -47,18 +41,10 @@ class Shared(WorkTileBroadcast, Held):
 
     rank = 0  # of the CTA, among those of a tile
 
-    @classmethod
-    def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> "Shared":
-        """Shared memory of a CTA, on the device, with more fields of a subclass."""
-        rings = memory.rings(storage)
-        return cls(
-            **memory.tensors(storage, "sK", "sV", "sQ", "sdO", "sdS", "lse", "delta", "dQ", "tile_fields"),
-            tiles=rings.tiles,
-            rings=rings,
-            holder=storage.holder.data_ptr(),
-            **StepInfo.of(rings, memory.tensors(storage, "entries", "turns")),
-            **more,
-        )
+    @property
+    def tiles(self) -> Ring:
+        """See ``WorkTileBroadcast``."""
+        return self.rings.tiles
 
     def pieces(self, step: Int32) -> Ring:
         """Ring of dQ's pieces for the adding warp that has the step. Each adding warp has every other step."""

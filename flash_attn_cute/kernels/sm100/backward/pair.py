@@ -227,8 +227,7 @@ class BackwardPairSm100(BackwardCtaSm100):
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        names = ("sK_columns", "sQ_columns", "sdO_columns", *(("sdV",) if self.config.holds_keys else ()))
-        return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, *names))
+        return PairShared.of(self.memory, storage, rank=rank)
 
     @cute.jit
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared, transfers: PairTransfers) -> None:
