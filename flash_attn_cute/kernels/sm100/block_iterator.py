@@ -50,11 +50,14 @@ class BlockIterator:
         numbers = (cute.make_rmem_tensor(n, Int32) for n in (1, 1, 1 + config.q_parts))
         return BlockIterator(tables, fields, config.q_parts, config.blocks_an_entry, *numbers)
 
-    def begin(self, part: int, first: Int32, end: Int32) -> None:
-        """Begins at a part's list; called for each part."""
-        cute.arch.sync_warp()  # all lanes have read the old fields
-        self.fields[0, part], self.fields[1, part] = first, end
-        self.coming.fill(0)
+    def begin(self, lists: list[tuple[Int32, Int32]]) -> None:
+        """Begins at the list of each part: its first entry, and how many there are."""
+        for part, (first, num) in enumerate(lists):
+            end = first + num
+            cute.arch.sync_warp()  # all lanes have read the old fields
+            self.fields[0, part], self.fields[1, part] = first, end
+            self.coming.fill(0)
+        cute.arch.sync_warp()
 
     @cute.jit
     def count(self) -> Int32:
@@ -142,14 +145,9 @@ class ListedTiles(QueryTiles):
                 number = Sharing.of(a.numbers).number(batch, work.head, row + part)
                 first, num = iterator.tables.mLists[number, 0], iterator.tables.mLists[number, 1]
             lists.append((first, num))
-        self._begin(iterator, lists)
+        iterator.begin(lists)
         num = lists[0][1]
         if const_expr(c.q_parts > 1):
             num = iterator.count()
-            self._begin(iterator, lists)
+            iterator.begin(lists)
         return BlockList(lists[0][0], num * c.blocks_an_entry)
-
-    def _begin(self, iterator: BlockIterator, lists: list[tuple[Int32, Int32]]) -> None:
-        for part, (first, num) in enumerate(lists):
-            iterator.begin(part, first, first + num)
-        cute.arch.sync_warp()

@@ -101,11 +101,10 @@ class ForwardSm100(ForwardKernel):
         super().__init__(config, forward_schedule(config), swizzled)
 
     def mmas(self) -> ForwardMmas:
-        c, k_major, mn_major = self.config, OperandMajorMode.K, OperandMajorMode.MN
-        rows, group = c.ctas_a_tile * PART_ROWS, tcgen05.CtaGroup(c.ctas_a_tile)  # of a product
+        c, source, ctas = self.config, tcgen05.OperandSource, self.config.ctas_a_tile
         return ForwardMmas(
-            S=tiled_mma(self.dtype, k_major, c.tile_n, tcgen05.OperandSource.SMEM, k_major, rows, group),
-            O=tiled_mma(self.dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
+            S=tiled_mma(self.dtype, OperandMajorMode.K, c.tile_n, source.SMEM, ctas=ctas),
+            O=tiled_mma(self.dtype, OperandMajorMode.MN, c.tile_dv, source.TMEM, ctas=ctas),
         )
 
     def load_operation(self) -> Any:

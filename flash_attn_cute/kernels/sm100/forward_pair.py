@@ -27,10 +27,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32
+from cutlass import Boolean, Int32
 
 from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import CTAS
@@ -128,13 +129,10 @@ class PairProducer(Producer):
             shared.rings.tiles.expect(step, shared.tiles)
         return index
 
-    @cute.jit
-    def _acquire(self, ring: Constexpr, step: Int32) -> None:
-        """Waits, and announces as the leader the bytes of both, which arrive at its barrier."""
+    def _acquire(self, ring: Ring, step: Int32) -> None:
+        """Waits, and announces as the leader the bytes of both."""
         ring.wait_empty(step)
-        if self.shared.is_leader:
-            with cute.arch.elect_one():
-                ring.announce(step)
+        self.shared.announce(ring, step)
 
 
 class ForwardPairSm100(ForwardSm100):

@@ -72,34 +72,24 @@ def forward_schedule(config: ForwardConfig) -> Schedule:
     o_stages = 0 if c.o_in_q else O_STAGES
     sO = Buffer("sO", (PART_ROWS, O_COLUMNS, o_stages), "row, columns of a piece, stage", align=1024, swizzle=O_COLUMNS)
 
-    part_of_softmax = softmax.per_warp_of_a_warpgroup(ctas)
+    once, done, part_of_softmax = (producer.once(),), (mma.commit(),), softmax.per_warp_of_a_warpgroup(ctas)
     tiles_read = (softmax.per_warp(ctas), epilogue.per_warp(ctas), mma.per_warp())
+    tiles_sent_bytes = 0
+    if pair:
+        tiles_read, tiles_sent_bytes = (*tiles_read, producer.per_warp(ctas)), tiles.stage_bytes
     entries_read = (softmax.per_warp(), mma.per_warp()) if c.leaves_out else (softmax.per_warp(),)
+    q_empty = (*done, epilogue.once()) if c.o_in_q else done
     pipelines = (
-        Pipeline(
-            "tiles",
-            TILE_STAGES,
-            "a tile's fields",
-            (producer.once(),),
-            (*tiles_read, producer.per_warp(ctas)) if pair else tiles_read,
-            tiles.stage_bytes if pair else 0,  # to the second CTA
-        ),
-        Pipeline(
-            "q",
-            parts,
-            "a part of Q",
-            (producer.once(),),
-            (mma.commit(), epilogue.once()) if c.o_in_q else (mma.commit(),),
-            ctas * sQ.stage_bytes,
-        ),
-        Pipeline("k", c.k_stages, "K of a block", (producer.once(),), (mma.commit(),), ctas * sK.stage_bytes),
-        Pipeline("v", c.v_stages, "V of a block", (producer.once(),), (mma.commit(),), ctas * sV.stage_bytes),
-        Pipeline("scores", 2, "S of a unit, then its P", (mma.commit(),), (part_of_softmax,)),
+        Pipeline("tiles", TILE_STAGES, "a tile's fields", once, tiles_read, tiles_sent_bytes),
+        Pipeline("q", parts, "a part of Q", once, q_empty, ctas * sQ.stage_bytes),
+        Pipeline("k", c.k_stages, "K of a block", once, done, ctas * sK.stage_bytes),
+        Pipeline("v", c.v_stages, "V of a block", once, done, ctas * sV.stage_bytes),
+        Pipeline("scores", 2, "S of a unit, then its P", done, (part_of_softmax,)),
         Pipeline("p", 2, "P of a unit but for its last 32 keys", (part_of_softmax,), ()),
-        Pipeline("outputs", parts, "O of a part", (mma.commit(),), (epilogue.per_warp(ctas),)),
+        Pipeline("outputs", parts, "O of a part", done, (epilogue.per_warp(ctas),)),
         Pipeline("stats", parts, "sums of a part", (softmax.per_warp_of_a_warpgroup(),), (epilogue.per_warp(),)),
-        Pipeline("added", 2 * int(parts == 1), "O of a unit", (mma.commit(),), ()),
-        Pipeline("entries", num_entries, "a block and its codes", (producer.once(),), entries_read),
+        Pipeline("added", 2 * int(parts == 1), "O of a unit", done, ()),
+        Pipeline("entries", num_entries, "a block and its codes", once, entries_read),
     )
     schedule = Schedule(
         kernel="kernels/sm100/" + ("forward_pair.py:ForwardPairSm100" if pair else "forward.py:ForwardSm100"),

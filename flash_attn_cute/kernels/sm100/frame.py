@@ -20,13 +20,7 @@ THREADS = 32 * WARPS
 
 
 @cute.jit
-def begin(
-    init_barriers: Constexpr,
-    tma: Constexpr,
-    holder: cute.Tensor,
-    warp_idx: Int32,
-    ctas: Constexpr = 1,
-) -> None:
+def begin(init_barriers: Constexpr, tma: Constexpr, holder: cute.Tensor, warp_idx: Int32, ctas: Constexpr = 1) -> None:
     """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
 
     One thread calls ``init_barriers``. A cluster has one CTA, or two that compute products together.
@@ -97,3 +91,10 @@ class InPair:
     def is_leader(self) -> Boolean:
         """Whether it is the CTA that chooses tiles and issues products."""
         return self.rank != SECOND
+
+    @cute.jit
+    def announce(self, ring: Constexpr, step: Int32) -> None:
+        """Announces the bytes of both CTAs, which arrive at the leader's barrier, by the leader's producer."""
+        if self.is_leader:
+            with cute.arch.elect_one():
+                ring.announce(step)

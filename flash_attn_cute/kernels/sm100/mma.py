@@ -19,15 +19,17 @@ def tiled_mma(
     major_b: OperandMajorMode,
     columns: int,
     source_a: tcgen05.OperandSource,
+    *,
+    ctas: int = 1,
     major_a: OperandMajorMode = OperandMajorMode.K,
-    rows: int = PART_ROWS,
-    group: tcgen05.CtaGroup = tcgen05.CtaGroup.ONE,
+    rows: int = 0,
 ) -> cute.TiledMma:
-    """Products of some rows, summed in float32 in tensor memory, by a CTA or a pair of them.
+    """Products of some rows, by default 128 a CTA, summed in float32 in tensor memory, by a CTA or a pair of them.
 
     Of a pair each CTA has half of the rows of A and of the sum, and half of B's columns in its shared memory.
     """
-    return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, group, (rows, columns), source_a)
+    shape, group = (rows or ctas * PART_ROWS, columns), tcgen05.CtaGroup(ctas)
+    return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, group, shape, source_a)
 
 
 def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:

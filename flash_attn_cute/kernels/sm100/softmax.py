@@ -34,12 +34,7 @@ class RowSoftmax(SoftmaxState):
 
     @cute.jit
     def step(
-        self,
-        scores: Constexpr,
-        store: Constexpr,
-        rescale: Constexpr,
-        hand_over: Constexpr,
-        dtype: Constexpr,
+        self, scores: Constexpr, store: Constexpr, rescale: Constexpr, hand_over: Constexpr, dtype: Constexpr
     ) -> None:
         """Computes P of a block, packed in pairs. All functions are called by all threads of a warp.
 

@@ -95,7 +95,7 @@ def _pipelines(
 
     def loaded(name: str, stages: int, what: str, shape: tuple[int, int], *empty: Arrivals, more: int = 0) -> Pipeline:
         """A pipeline that TMA fills; TMA of a pair brings the bytes of both CTAs to the leader's barrier."""
-        return Pipeline(name, stages, what, (producer.once(),), empty, 2 * shape[0] * shape[1] * ctas + more)
+        return Pipeline(name, stages, what, once, empty, 2 * shape[0] * shape[1] * ctas + more)
 
     def left(columns: int) -> Arrivals:
         """Arrivals when a result that takes the place of an operand has left shared memory, in pieces."""
@@ -107,8 +107,8 @@ def _pipelines(
         number = 4 * min(columns // O_COLUMNS, COMPUTE_WARPGROUPS) * ctas
         return Arrivals(compute.name, "each warp of warpgroups with pieces of", number, "both CTAs" if pair else "")
 
-    done, computed, all_computed = mma.commit(), compute.per_warp(), compute.per_warp(ctas)
-    others = (drain, compute, mma, adding, *((producer,) if pair else ()))
+    once, done, computed, all_computed = (producer.once(),), mma.commit(), compute.per_warp(), compute.per_warp(ctas)
+    tiles_read = tuple(x.per_warp(ctas) for x in (drain, compute, mma, adding, *((producer,) if pair else ())))
     K, V = (PART_ROWS, c.tile_d), (PART_ROWS, c.tile_dv)
     Q, dO = (c.queries_shared, c.tile_d), (c.queries_shared, c.tile_dv)
     K_columns = (c.tile_n, c.columns_of_keys)
@@ -120,29 +120,20 @@ def _pipelines(
     q_more, do_more = (0, 0) if pair else (stats_bytes, stats_bytes) if one_pass else (2 * stats_bytes, 0)
     k = loaded("k", c.kv_stages, "K of a tile", K, k_empty)
     if c.holds_keys:  # which counts in its own CTA
-        k = Pipeline("k", c.kv_stages, "K of a tile", (producer.once(),), (k_empty,), 2 * K[0] * K[1])
-    exchanged = 2 * PART_ROWS * c.queries_shared
+        k = Pipeline("k", c.kv_stages, "K of a tile", once, (k_empty,), 2 * K[0] * K[1])
+    # In one pass of a pair P has a pipeline of its own. That S is read matters where dQ takes its place.
+    scores_empty = () if pair and one_pass and not c.dQ_over_S else (all_computed,)
+    tiles_sent = 4 * KEY_TILE_FIELDS if pair else 0  # bytes, to the second CTA
+    exchanged = 2 * PART_ROWS * c.queries_shared  # bytes
+    info_stages = ENTRY_STAGES if listed else 0
+    dS_sent, dS_read = compute.per_warp_of_a_warpgroup(), Arrivals(mma.name, "", 1, "the second CTA")
     return (
-        Pipeline(
-            "tiles",
-            TILE_STAGES,
-            "a tile's fields",
-            (producer.once(),),
-            tuple(role.per_warp(ctas) for role in others),
-            4 * KEY_TILE_FIELDS if pair else 0,  # to the second CTA
-        ),
+        Pipeline("tiles", TILE_STAGES, "a tile's fields", once, tiles_read, tiles_sent),
         k,
         loaded("v", c.kv_stages, "V of a tile", V, v_empty),
         loaded("q", c.q_stages, "Q of a step", Q, done, *(() if pair else (computed,)), more=q_more),
         loaded("do", c.do_stages, "dO of a step", dO, done, *((computed,) if do_more else ()), more=do_more),
-        Pipeline(
-            "scores",
-            c.num_passes,
-            "S of a step" if one_pass else "S or dP",
-            (done,),
-            # In one pass of a pair P has a pipeline of its own. That S is read matters where dQ takes its place.
-            () if pair and one_pass and not c.dQ_over_S else (all_computed,),
-        ),
+        Pipeline("scores", c.num_passes, "S of a step" if one_pass else "S or dP", (done,), scores_empty),
         Pipeline("dp", 2 - c.num_passes, "dP of a step", (done,), (all_computed,)),
         Pipeline("dq", c.parts_dQ, "dQ of a step, or a part of it", (done,), (drain.per_warp(ctas),)),
         *(
@@ -151,28 +142,14 @@ def _pipelines(
         ),
         Pipeline("dv", 1, "dV of a tile", (done,), (read(c.tile_dv),)),
         Pipeline("dk", 1, "dK of a tile", (done,), (read(c.tile_d),)),
-        Pipeline("entries", ENTRY_STAGES if listed else 0, "an entry of a list", (producer.once(),), (computed,)),
-        Pipeline("turns", ENTRY_STAGES if listed else 0, "a turn", (producer.once(),), (adding.per_warp(),)),
+        Pipeline("entries", info_stages, "an entry of a list", once, (computed,)),
+        Pipeline("turns", info_stages, "a turn", once, (adding.per_warp(),)),
         loaded("k_columns", int(pair), "K of a tile, by columns", K_columns, k_columns_empty),
         loaded("q_columns", int(pair and one_pass), "Q of a step, by columns", Q_columns, done),
         loaded("do_columns", c.num_passes if pair else 0, "dO of a step, by columns", dO_columns, done),
         Pipeline("p", int(pair and one_pass), "P of a step", (all_computed,), ()),
-        Pipeline(
-            "exchange",
-            int(pair),
-            "dS of a step, from the other CTA",
-            (compute.per_warp_of_a_warpgroup(),),
-            (Arrivals(mma.name, "", 1, "the second CTA"),),
-            exchanged,
-        ),
-        Pipeline(
-            "stats",
-            STATS_STAGES if pair else 0,
-            "lse and delta of a step",
-            (producer.once(),),
-            (computed,),
-            2 * stats_bytes,
-        ),
+        Pipeline("exchange", int(pair), "dS of a step, from the other CTA", (dS_sent,), (dS_read,), exchanged),
+        Pipeline("stats", STATS_STAGES if pair else 0, "lse and delta of a step", once, (computed,), 2 * stats_bytes),
         Pipeline("keys", int(c.holds_keys), "K of a tile, in tensor memory", (all_computed,), ()),
     )
 

@@ -234,17 +234,10 @@ class BiasGradientSm100(BiasGradientKernel):
                 ]
                 hide_by_bits_in_memory(place, scale_log2, own)
         if piece.hides:
-            hide_in_memory(
-                place,
-                c.keys,
-                scale_log2,
-                piece.first_query + work.thread,
-                piece.first_key + c.keys * work.warpgroup,
-                piece.k.length,
-                Window.of(f, a, piece.q.length, piece.k.length),
-                Edges(left=f.left, right=True),
-                piece.q.length,
-            )
+            query, first_key = piece.first_query + work.thread, piece.first_key + c.keys * work.warpgroup
+            rows, columns, edges = piece.q.length, piece.k.length, Edges(left=f.left, right=True)
+            window = Window.of(f, a, rows, columns)
+            hide_in_memory(place, c.keys, scale_log2, query, first_key, columns, window, edges, rows)
 
     @cute.kernel
     def add_up(self, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:

@@ -229,17 +229,9 @@ class Scores:
         if const_expr(f.hides_last_queries):
             is_cut = is_cut or tile.blocks.crosses_right(m_block)
         if is_cut:
-            hide_in_memory(
-                place,
-                c.queries,
-                self.scales.log2,
-                self._key(tile),
-                self._first_query(m_block),
-                tile.q.length,
-                tile.window,
-                Edges(left=f.right, right=f.left),
-                tile.k.length,
-            )
+            key, first_query, edges = self._key(tile), self._first_query(m_block), Edges(left=f.right, right=f.left)
+            rows, columns, scale = tile.k.length, tile.q.length, self.scales.log2
+            hide_in_memory(place, c.queries, scale, key, first_query, columns, tile.window, edges, rows)
 
     def write_P(self, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
         """Computes P of all queries of the warpgroup, into the place of S if it ``stores``; returns P as ``compute_P``.

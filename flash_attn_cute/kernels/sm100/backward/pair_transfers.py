@@ -6,7 +6,6 @@ from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.sm100.backward.backward_config import DQ_STAGES
 from flash_attn_cute.kernels.sm100.backward.cta_shared import PairShared
@@ -106,7 +105,7 @@ class PairTransfers(Transfers):
     ) -> None:
         """A CTA's part of an operand: rows start .. stop of some columns. Its bytes arrive at the leader's barrier."""
         x.ring.wait_empty(x.step)  # from the tensor cores, or compute warps: what was there is not needed any more
-        self._announce(x.ring, x.step)
+        self.shared.announce(x.ring, x.step)
         x.load(x.tiles.at(*rows, head, tile.batch, column_tile))
 
     @cute.jit
@@ -119,19 +118,12 @@ class PairTransfers(Transfers):
         parts = c.columns_of_keys // t.tile_columns
         first = shared.rank * ((c.tile_d - c.columns_of_keys) // t.tile_columns)
         ring.wait_empty(tile_idx + later)
-        self._announce(ring, tile_idx)
+        shared.announce(ring, tile_idx)
         for rank in cutlass.range_constexpr(CTAS):
             start, stop = tile.keys_of(Int32(rank), PART_ROWS)
             for part in cutlass.range_constexpr(parts):
                 sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, part))
                 t.load(t.at(start, stop, tile.head_k, tile.batch, first + part), sX, ring.full(tile_idx))
-
-    @cute.jit
-    def _announce(self, ring: Ring, step: Int32) -> None:
-        """By the leader: the bytes of both."""
-        if self.shared.is_leader:
-            with cute.arch.elect_one():
-                ring.announce(step)
 
     @cute.jit
     def _load_stats(self, head: Int32, block: Int32, step: Int32) -> None:

@@ -29,16 +29,15 @@ class Mmas(NamedTuple):
     @staticmethod
     def of(config: BackwardConfig) -> "Mmas":
         c, dtype, k_major, mn_major = config, DTYPES[config.dtype], OperandMajorMode.K, OperandMajorMode.MN
-        shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        rows, group = c.tile_n, tcgen05.CtaGroup(c.ctas_a_tile)
+        shared, tensors, ctas = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, c.ctas_a_tile
         # Queries and columns of dQ, or lanes for its columns, and queries.
-        rows_dQ, columns_dQ = (c.ctas_a_tile * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
-        dP = tiled_mma(dtype, k_major, c.tile_m, shared, k_major, rows, group)
+        rows_dQ, columns_dQ = (ctas * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
+        dP = tiled_mma(dtype, k_major, c.tile_m, shared, ctas=ctas)
         return Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_m, tensors, k_major, rows, group) if c.holds_keys else dP,
-            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, rows, group),
-            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, rows, group),
-            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, mn_major, rows_dQ, group),
+            S=tiled_mma(dtype, k_major, c.tile_m, tensors, ctas=ctas) if c.holds_keys else dP,
+            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, ctas=ctas),
+            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, ctas=ctas),
+            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, ctas=ctas, major_a=mn_major, rows=rows_dQ),
             dP=dP if c.holds_keys else None,
         )
 
