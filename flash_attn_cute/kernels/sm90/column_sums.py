@@ -23,14 +23,15 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_attn_cute.kernels.arguments import ColumnSumsArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.assembly import fma, opaque, set_registers
-from flash_attn_cute.kernels.common.blocks import Edges
+from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import numbers_first
 from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.column_sums_config import ColumnSumsConfig
 from flash_attn_cute.kernels.sm90.column_sums_schedule import HALVES, column_sums_schedule
-from flash_attn_cute.kernels.sm90.column_sums_tiles import ColumnSumsTile
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import hide
 from flash_attn_cute.kernels.sm90.shared import read_a, swizzled
@@ -41,6 +42,69 @@ class _Tiles(NamedTuple):
 
     Q: RowTiles
     K: RowTiles
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of keys of one query head as the producer publishes it."""
+
+    first_key: Int32  # -1: there are no more tiles
+    head: Int32  # of queries
+    batch: Int32  # index into tensors: 0 if packed
+    q: SeqRows
+    k: SeqRows
+    blocks: Blocks  # of queries, from the first to the last
+
+    @staticmethod
+    @cute.jit
+    def at(config: Constexpr, a: ColumnSumsArguments, index: Int32) -> "_Tile":
+        """The tile of an index: under a causal mask the first keys come first, as most queries attend to them."""
+        packed = config.features.packed
+        # Packed, all heads of a tile come together.
+        in_cache = None if const_expr(packed) else a.numbers.heads_in_cache
+        order = tiles.Order(heads_in_cache=in_cache, last_first=False)
+        heads = a.mQ.shape[-2]
+        work, k = tiles.row_tile(index, a.mK, heads, a.mCuSeqlensK, a.mSeqUsedK, config.tile_m, order)
+        if const_expr(packed):
+            batch, q = Int32(0), SeqRows(Int32(0), Int32(0), Int32(0))
+            if work.batch >= 0:
+                q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
+        else:
+            batch, q = work.batch, rows_of(a.mQ, None, None, work.batch)
+        num_keys = cutlass.min(k.length - work.first_row, config.tile_m)
+        window = Window.of(config.features, a, q.length, k.length).transposed
+        blocks = Blocks.of(work.first_row, num_keys, q.length, window, config.tile_n)
+        return _Tile(work.first_row, work.head, batch, q, k, blocks)
+
+    @staticmethod
+    def num(config: Any, a: ColumnSumsArguments) -> Int32:
+        """Number of tiles of all heads and sequences."""
+        return tiles.num_tiles(a.mK, a.mQ.shape[-2], a.mCuSeqlensK, config.tile_m)
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Writes the tile to shared memory."""
+        lengths = self.q.start, self.q.length, self.k.start, self.k.length
+        for i, value in enumerate((self.first_key, self.head, self.batch, *lengths, *self.blocks.fields)):
+            fields[i] = value
+
+    @staticmethod
+    def read(fields: cute.Tensor) -> "_Tile":
+        """Reads a tile from shared memory; unused fields are not loaded."""
+        first_key, head, batch, *lengths = (fields[i] for i in range(7))
+        q, k = SeqRows(*lengths[:2]), SeqRows(*lengths[2:])
+        return _Tile(first_key, head, batch, q, k, Blocks(*(fields[i] for i in range(7, 11))))
+
+    def place(self, config: Any, a: ColumnSumsArguments, first_row: Int32, block: Int32) -> Place:
+        """Location of the scores of 64 keys of the tile, from ``first_row`` on, and a block of queries."""
+        return Place(
+            rows=self.k,
+            columns=self.q,
+            head=self.head,
+            batch=self.batch,
+            first_row=self.first_key + first_row,
+            first_column=block * config.tile_n,
+            window=Window.of(config.features, a, self.q.length, self.k.length).transposed,
+        )
 
 
 class ColumnSumsSm90(MainKernel):
@@ -56,10 +120,9 @@ class ColumnSumsSm90(MainKernel):
         tma = _Tiles(Q=self.loaded_tiles("sQ", a.mQ), K=self.loaded_tiles("sK", a.mK))
         mLSE, mSums = (numbers_first(x, self.config.features.packed) for x in (a.mLSE, a.mSums))
         kernel = self.kernel(self.mmas(), tma, mLSE, mSums, a)
-        self.launch(kernel, ColumnSumsTile.num(self.config, a), stream, a.numbers.num_sms)
+        self.launch(kernel, _Tile.num(self.config, a), stream, a.numbers.num_sms)
 
     def mmas(self) -> cute.TiledMma:
-        """See ``MainKernel``."""
         return tiled_mma(self.dtype, self.config.tile_n, a_in_registers=True)
 
     @cute.kernel
@@ -93,11 +156,11 @@ class ColumnSumsSm90(MainKernel):
         """Warp 0: chooses tiles that some query attends to, and loads their keys and all blocks of queries."""
         c = self.config
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
-        num_tiles, tile_idx, step = ColumnSumsTile.num(c, a), Int32(0), Int32(0)
+        num_tiles, tile_idx, step = _Tile.num(c, a), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
         while index < num_tiles:
             asked_before = tiles.ask_for_tile(a.mNextTile)
-            tile = ColumnSumsTile.at(c, a, index)
+            tile = _Tile.at(c, a, index)
             if tile.blocks.num > 0:
                 shared.publish(tile, tile_idx)
                 shared.rings.k.acquire(tile_idx)  # from the mma warps
@@ -253,7 +316,7 @@ class ColumnSumsSm90(MainKernel):
             work.sums[half][r] += total[r]
 
     @cute.jit
-    def epilogue(self, work: "_Work", tile: ColumnSumsTile) -> None:
+    def epilogue(self, work: "_Work", tile: _Tile) -> None:
         """Stores the sums of this warpgroup's keys, of which four lanes have a part each."""
         for half in cutlass.range_constexpr(HALVES):
             for r in cutlass.range_constexpr(2):
@@ -276,12 +339,12 @@ class _Shared:
     sQ: cute.Tensor
     rings: Any  # by the pipelines' names
 
-    def tile(self, tile_idx: Int32) -> ColumnSumsTile:
+    def tile(self, tile_idx: Int32) -> _Tile:
         """The tile of a number, as published by the producer."""
-        return ColumnSumsTile.read(self.tiles[None, self.rings.tiles.stage(tile_idx)])
+        return _Tile.read(self.tiles[None, self.rings.tiles.stage(tile_idx)])
 
     @cute.jit
-    def publish(self, tile: ColumnSumsTile | None, tile_idx: Int32) -> None:
+    def publish(self, tile: _Tile | None, tile_idx: Int32) -> None:
         """Publishes a tile, or that there is none, when all other roles have released the stage."""
         self.rings.tiles.wait_empty(tile_idx)  # from all other roles
         fields = self.tiles[None, self.rings.tiles.stage(tile_idx)]

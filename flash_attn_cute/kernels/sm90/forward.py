@@ -90,7 +90,6 @@ class ForwardSm90(ForwardKernel):
         self.stores_rows = config.group > 1 or self.has_no_sO
 
     def mmas(self) -> ForwardMmas:
-        """See ``MainKernel``."""
         c = self.config
         return ForwardMmas(
             S=tiled_mma(self.dtype, c.tile_n, a_in_registers=c.q_in_registers),

@@ -43,7 +43,6 @@ class ForwardHalfBlocksSm90(ForwardSm90):
 
     @cute.jit
     def _set_up(self, a: ForwardArguments, storage: Any, warp_idx: Int32) -> Shared:  # type: ignore[override]
-        """See ``ForwardSm90``."""
         memory = self.memory
         tiles, q, k, v, messages = (memory.ring(storage, name) for name in ("tiles", "q", "k", "v", "messages0"))
         if warp_idx == 0:

@@ -24,7 +24,7 @@ from flash_attn_cute.kernels.common.block_lists import EMPTY, FULL, BlockList, T
 from flash_attn_cute.kernels.common.mask_tiles import ALL_SEEN, SEEN
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
+from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_half_blocks_schedule import MESSAGES
 
@@ -133,7 +133,8 @@ class HalfBlockTransfers:
                         if place % (SEEN * 4) == 0:
                             place = none
                     halves = (_Half(one, one_code), _Half(other, other_code))
-                    self._load(halves, tile, head_k, tma.K, shared.sK, shared.k_stages, stage, phase, which)
+                    K, V = (tma.K, shared.sK, shared.k_stages), (tma.V, shared.sV, shared.v_stages)
+                    self._load(K, halves, tile, head_k, stage, phase, which)
                     # By its message a warpgroup that did not have the stage's last step knows that V of it has arrived.
                     # Else its wait for the next V could take the phase before that for its own.
                     cute.arch.mbarrier_wait(shared.v_stages.full(stage), phase ^ 1)
@@ -145,7 +146,7 @@ class HalfBlockTransfers:
                         self._publish(halves, stage, phase, 1, second)
                         second += 1
                         lead -= 1
-                    self._load(halves, tile, head_k, tma.V, shared.sV, shared.v_stages, stage, phase, which)
+                    self._load(V, halves, tile, head_k, stage, phase, which)
                     stage += 1
                     if stage == self.config.stages:
                         stage, phase = none, phase ^ 1
@@ -221,18 +222,10 @@ class HalfBlockTransfers:
 
     @cute.jit
     def _load(
-        self,
-        halves: Constexpr,
-        tile: QueryTile,
-        head_k: Int32,
-        tX: RowTiles,
-        sX: cute.Tensor,
-        stages: Stages,
-        stage: Int32,
-        phase: Int32,
-        which: Int32,
+        self, X: Constexpr, halves: Constexpr, tile: QueryTile, head_k: Int32, stage: Int32, phase: Int32, which: Int32
     ) -> None:
         """Loads K or V of a step, and releases its stage for the warpgroup that does not have it."""
+        tX, sX, stages = X
         keys, columns = tX.tile_rows, tX.tile_columns
         cute.arch.mbarrier_wait(stages.empty(stage), phase ^ 1)  # from the warpgroups that had the stage before
         with cute.arch.elect_one():

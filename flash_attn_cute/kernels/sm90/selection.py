@@ -75,7 +75,6 @@ class SelectionSm90(ItemKernel):
         self.merge(a, tables, parts, stream)
 
     def mmas(self) -> ForwardMmas:
-        """See ``MainKernel``."""
         c = self.config
         return ForwardMmas(
             S=tiled_mma(self.dtype, c.tile_n), O=tiled_mma(self.dtype, c.tile_dv, mn_major="b", a_in_registers=True)

@@ -172,14 +172,10 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
         """Pieces in which a block of dQ leaves: no larger than dV or dK, where room is short."""
         return 1 if self.tile_d == 64 else 2
 
-    @property
-    def pieces_dKV(self) -> int:
-        """Pieces in which dV and dK of a tile leave; none where they are float32."""
-        return 0 if self.features.wide else 2 * self.pieces_a_gradient
-
     def piece_number(self, step: Any, tile_idx: Any) -> Any:
         """See ``BackwardCtaConfig``; float32 is not counted."""
-        return self.pieces_dQ * step + self.pieces_dKV * tile_idx
+        pieces_a_tile = 0 if self.features.wide else 2 * self.pieces_a_gradient
+        return self.pieces_dQ * step + pieces_a_tile * tile_idx
 
 
 @dataclass(frozen=True)

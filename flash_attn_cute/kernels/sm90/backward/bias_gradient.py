@@ -50,7 +50,6 @@ class BiasGradientSm90(BiasGradientKernel):
         super().__init__(config, bias_gradient_schedule(config), swizzled)
 
     def mmas(self) -> cute.TiledMma:
-        """See ``MainKernel``."""
         return tiled_mma(self.dtype, self.config.tile_n)
 
     @cute.kernel

@@ -74,7 +74,6 @@ class BackwardClusterSm90(BackwardKernel):
         super().__init__(config, cluster_schedule(config), swizzled)
 
     def mmas(self) -> _Mmas:
-        """See ``MainKernel``."""
         c, dtype = self.config, self.dtype
         return _Mmas(
             S=tiled_mma(dtype, 64, a_in_registers=c.keys_in_registers),
@@ -84,7 +83,6 @@ class BackwardClusterSm90(BackwardKernel):
         )
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Tiles:
-        """See ``BackwardKernel``."""
         f, row_tiles = self.config.features, self.memory.row_tiles
         to_both, store = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileS2GOp()
         return Tiles(
@@ -135,9 +133,9 @@ class BackwardClusterSm90(BackwardKernel):
             set_registers(self.schedule.role("q_producer").registers, threads)
             transfers = Transfers(c, a, ws, index, tma, shared)
             if warp_idx == 0:
-                transfers.load_queries()
+                transfers.load(of_queries=True)
             if warp_idx == 1:
-                transfers.load_dO()
+                transfers.load(of_queries=False)
             if const_expr(c.features.deterministic):
                 if warp_idx == 2:
                     transfers.wait_semaphores()

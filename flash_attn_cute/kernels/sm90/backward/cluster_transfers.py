@@ -15,7 +15,6 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.key_lists import list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, key_tile
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.semaphores import OrderedAdds
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import RowTiles
@@ -23,7 +22,6 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardClusterConfig
 
 _BOTH = 0b11  # CTAs of a cluster, for multicast
-_RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
 
 
 class Tiles(NamedTuple):
@@ -106,44 +104,29 @@ class Transfers:
     shared: Shared
 
     @cute.jit
-    def load_queries(self) -> None:
-        """Warp 0: keys once, and Q, lse and delta block by block."""
-        tma, shared, rank = self.tma, self.shared, self.shared.rank
-        keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-        self._load(keys, shared.rings.k, tma.Q, 1, shared.sQ, shared.rings.q, _RANK_OF_Q)
+    def load(self, of_queries: Constexpr) -> None:
+        """Warp 0: K once, and Q, lse and delta block by block. Warp 1: V once, and dO, in parts side by side.
 
-    @cute.jit
-    def load_dO(self) -> None:
-        """Warp 1: values once, and dO block by block."""
-        shared, rings, parts = self.shared, self.shared.rings, self.config.parts_dO
-        values = ((self.tma.V, shared.sV, shared.rank, 0),)
-        self._load(values, rings.v, self.tma.dO, parts, shared.sdO, rings.do, _RANK_OF_DO)
-
-    @cute.jit
-    def _load(
-        self,
-        keys: Constexpr,
-        keys_ring: Ring,
-        rows: RowTiles,
-        parts: Constexpr,
-        sX: cute.Tensor,
-        ring: Ring,
-        rank_of_rows: Constexpr,
-    ) -> None:
-        """K or V once: ``keys`` are tiles, where they go, which CTA's keys, and which tile of columns.
-
-        Rows of Q, with which come lse and delta, or of dO, in parts side by side, by the CTA that loads for both.
+        The CTA of one rank loads Q for both, that of the other one dO.
         """
-        c, ws, shared = self.config, self.ws, self.shared
+        c, ws, tma, shared = self.config, self.ws, self.tma, self.shared
+        rings, rank = shared.rings, shared.rank
+        if const_expr(of_queries):
+            # Tiles, where they go, which CTA's keys, and which tile of columns.
+            keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
+            keys_ring, rows, parts, sX, ring, rank_of_rows = rings.k, tma.Q, 1, shared.sQ, rings.q, 0
+        else:
+            keys = ((tma.V, shared.sV, rank, 0),)
+            keys_ring, rows, parts, sX, ring, rank_of_rows = rings.v, tma.dO, c.parts_dO, shared.sdO, rings.do, 1
         blocks = BlockIterator.of(c, self.a, ws, self.index)
         tile = blocks.tile
         if tile.blocks.num > 0:
             once = Int32(0)
             with cute.arch.elect_one():
                 keys_ring.announce(once)
-            for t, sK, rank, column_tile in keys:
-                t.load(t.at(*tile.keys_of(rank, 64), tile.head_k, tile.batch, column_tile), sK, keys_ring.full(once))
-        with_stats = ring is shared.rings.q
+            for t, sK, rank_of_keys, column_tile in keys:
+                g = t.at(*tile.keys_of(rank_of_keys, 64), tile.head_k, tile.batch, column_tile)
+                t.load(g, sK, keys_ring.full(once))
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)
@@ -153,12 +136,12 @@ class Transfers:
                 ring.wait_empty(fill)  # from warpgroups 1 and 2 of both CTAs: this stage is released
                 with cute.arch.elect_one():
                     ring.announce(fill)
-                    if const_expr(with_stats):
+                    if const_expr(of_queries):
                         for i in cutlass.range_constexpr(2):
                             gStats = ws.mStats[i, tile.head, tile.first_block + m_block, None]
                             cute.copy(numbers, gStats, shared.stats[None, i, stage], mbar_ptr=full)
                 # The other CTA's barrier counts bytes whether or not its own warp has been here.
-                if shared.rank == rank_of_rows:
+                if rank == rank_of_rows:
                     first = m_block * c.tile_m
                     last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
                     block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)

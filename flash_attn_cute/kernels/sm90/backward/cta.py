@@ -102,7 +102,6 @@ class BackwardCtaSm90(BackwardKernel):
         self.warpgroups = config.num_mma_warpgroups
 
     def mmas(self) -> _Mmas:
-        """See ``MainKernel``."""
         c, dtype = self.config, self.dtype
         of_dQ = "a" if c.transposes_dQ else "b" if c.dS_by_queries else "ab"
         return _Mmas(
@@ -114,7 +113,6 @@ class BackwardCtaSm90(BackwardKernel):
         )
 
     def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
-        """See ``BackwardKernel``."""
         c, f, row_tiles = self.config, self.config.features, self.memory.row_tiles
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         return BackwardTiles(
@@ -192,9 +190,9 @@ class BackwardCtaSm90(BackwardKernel):
             if const_expr(c.features.grouped and not c.features.listed):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
                     tile = shared.reload_tile(c, a, tile_idx)
-                    step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
+                    step = self._mainloop(work, tile, tile_idx, step, nth)
             else:  # under a mask a tile's blocks are those of all its heads
-                step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
+                step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0)
             if const_expr(not c.delays_dQ):
                 shared.rings.k.release(tile_idx)  # to warp 0
             if const_expr(c.features.dbias_of_keys):
@@ -275,17 +273,10 @@ class BackwardCtaSm90(BackwardKernel):
                 self._hand_out(work, piece)
 
     @cute.jit
-    def _mainloop(
-        self,
-        work: "_Work",
-        tile: KeyTile,
-        tile_idx: Int32,
-        step: Int32,
-        nth: Int32 | int,
-        is_first: Boolean | bool,
-        is_last: Boolean | bool,
-    ) -> Int32:
-        """All queries of the tile's nth head, which is its first one, or its last one; returns the next step."""
+    def _mainloop(self, work: "_Work", tile: KeyTile, tile_idx: Int32, step: Int32, nth: Int32 | int) -> Int32:
+        """All queries of the tile's nth head, or, if it is an int, of all of its heads; returns the next step."""
+        is_first = nth == 0
+        is_last = True if const_expr(isinstance(nth, int)) else nth + 1 == work.arguments.numbers.heads_a_tile
         first, end = tile.blocks.positions
         if const_expr(self.config.reverses_last):
             direction = tile.blocks.direction

@@ -106,7 +106,7 @@ class Transfers:
             num_blocks = tile.blocks.num
             num_keys = cutlass.min(tile.k.length - tile.first_key, c.tile_n)
             # Under a mask the blocks are those of all heads, and warp 0 publishes each.
-            for head in cutlass.range(1 if const_expr(c.features.listed) else heads_a_tile(c, a), unroll=1):
+            for head in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     m_block, nth = tile.blocks.nth(i), head
                     if const_expr(c.features.listed):
@@ -198,9 +198,7 @@ class Transfers:
             num_blocks, first_step = shared.tile(c, a, tile_idx).blocks.num, step
             if const_expr(c.zeroes_sums):
                 self._each_head(w, _Blocks.of(shared.tile(c, a, tile_idx), ws), semaphores.wait_for_zeros)
-            # Under a mask the blocks are those of all heads.
-            num_steps = num_blocks if const_expr(c.features.listed) else heads_a_tile(c, a) * num_blocks
-            for _ in cutlass.range(num_steps, unroll=1):
+            for _ in cutlass.range(rounds_a_tile(c, a) * num_blocks, unroll=1):
                 if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
                     come = self._add_dQ(w, c.piece_number(step, tile_idx), step - 1, come)
                     if const_expr(c.zeroes_sums and c.k_stages == 2):
@@ -297,7 +295,9 @@ class Transfers:
         if const_expr(not in_order):
             shared.rings.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
-            self._wait_turn(w, step)
+            shared.rings.steps.wait_full(step)  # from warp 0
+            block, turn = shared.read_step(step)
+            semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
         out.wait_full(piece)  # from warpgroup w
         block, turn = shared.read_step(step)
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
@@ -379,13 +379,6 @@ class Transfers:
             # Opaque, or the compiler keeps both in registers, where there are few.
             index += opaque(nth) * opaque(cute.arch.grid_dim()[0])
             zero_fully_masked_keys(self.config, self.a, self.ws, mdK, mdV, index, step)
-
-    @cute.jit
-    def _wait_turn(self, w: Int32, step: Int32) -> None:
-        """Returns, to the converged warp, when it is a step's turn to add."""
-        self.shared.rings.steps.wait_full(step)  # from warp 0
-        block, turn = self.shared.read_step(step)
-        semaphores.wait(semaphores.at(self.ws.mSemaphoresQ, w, 0, block), turn)
 
     @cute.jit
     def _turn_has_come(self, w: Int32, step: Int32) -> Int32:

@@ -173,7 +173,7 @@ class GradientQSm90(MainKernel):
 
     @cute.jit
     def mma(self, a: BackwardArguments, mma: cute.TiledMma, tma: _Tiles, mdQ: cute.Tensor, shared: _Shared) -> None:
-        """The mma warpgroup: the products of every tile, and its dQ."""
+        """The mma warpgroup: the products of every tile, and its dQ, scaled."""
         thread, _, _ = cute.arch.thread_idx()
         whole, rings = mma.get_slice(0), shared.rings
         tA = mma.make_fragment_A(whole.partition_A(transposed(shared.sdS)))
@@ -193,39 +193,25 @@ class GradientQSm90(MainKernel):
             warpgroup.wait_group(0)
             if shared.tile(tile_idx).num > 0:
                 rings.steps.release(step - 1)  # to the producer
-            self._put_out(a, mma, tma, mdQ, shared, acc, shared.tile(tile_idx), thread)
+            tile = shared.tile(tile_idx)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = scaled(acc[i], a.numbers.softmax_scale)
+            if const_expr(self.config.features.wide):
+                store_rows(acc, mdQ[None, None, tile.head, tile.batch], tile.first_query, a.mQ.shape[1], thread)
+            else:
+                is_storing = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+                rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+                convert(acc, rounded)
+                if is_storing:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before has left
+                cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)
+                write(rounded, mma, shared.sOut, thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dQ is there
+                if is_storing:
+                    g = tma.dQ.at(tile.first_query, tile.first_query, tile.head, tile.batch)
+                    tma.dQ.store(shared.sOut, g)
+                    cute.arch.cp_async_bulk_commit_group()
             rings.tiles.release(tile_idx)  # to the producer
             tile_idx += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def _put_out(
-        self,
-        a: BackwardArguments,
-        mma: cute.TiledMma,
-        tma: _Tiles,
-        mdQ: cute.Tensor,
-        shared: _Shared,
-        acc: cute.Tensor,
-        tile: GradientTile,
-        thread: Int32,
-    ) -> None:
-        """Scales dQ and stores it."""
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = scaled(acc[i], a.numbers.softmax_scale)
-        if const_expr(self.config.features.wide):
-            store_rows(acc, mdQ[None, None, tile.head, tile.batch], tile.first_query, a.mQ.shape[1], thread)
-        else:
-            is_storing = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-            convert(acc, rounded)
-            if is_storing:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before has left
-            cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)
-            write(rounded, mma, shared.sOut, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dQ is there
-            if is_storing:
-                g = tma.dQ.at(tile.first_query, tile.first_query, tile.head, tile.batch)
-                tma.dQ.store(shared.sOut, g)
-                cute.arch.cp_async_bulk_commit_group()

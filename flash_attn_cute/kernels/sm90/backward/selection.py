@@ -130,7 +130,6 @@ class SelectionBackwardSm90(ItemKernel):
         self.key_gradients(a, tables, parts, stream)
 
     def mmas(self) -> _Mmas:
-        """See ``MainKernel``."""
         c = self.config
         return _Mmas(
             S=tiled_mma(self.dtype, c.tile_n),
