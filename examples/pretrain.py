@@ -7,9 +7,9 @@ The text is the source code of Python's standard library. On a GPU the model com
 
 - the tokens per second of steps on packed documents, and of steps on the same documents as PyTorch's own attention
   takes them: padded to the longest, with a mask;
-- whether a run that is stopped in the middle, saved, loaded and resumed ends with the bits of one that was not;
+- whether a run that is stopped in the middle, saved, loaded and resumed ends with the bits of one that was not.
 
-and plots the loss of both ways over the steps. Needs ``pip install -e '.[examples]'``.
+Needs ``pip install -e '.[examples]'``.
 """
 
 import argparse
@@ -165,18 +165,6 @@ def batches(options: argparse.Namespace) -> Iterator[Batch]:
     return pack(shuffled_forever(pieces, options.seed), options.tokens)
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Draws losses over steps into a file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte")
-    for name, losses in curves.items():
-        axes.plot(losses, label=name)
-    axes.legend()
-    figure.savefig(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the example; returns 0 if the resumed run ended with the same bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=60, help="%(default)s")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/pretrain"), help="folder of results (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/pretrain"), help="its checkpoint's folder (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     make_folder(parser, "--out", options.out)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -212,8 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resumed.step(batch)
     same = same_bits(packed.model, resumed.model) and packed.losses == resumed.losses
     print(f"resumed: {'bitwise equal' if same else 'different'}")
-    plot({"packed": packed.losses, "padded": padded.losses}, options.out / "loss.png")
-    print(f"wrote {options.out / 'loss.png'}")
     return 0 if same else 1
 
 

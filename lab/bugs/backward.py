@@ -191,21 +191,8 @@ BACKWARD: Bugs = {
             shows=False,
         ),
         Bug(
-            "compute warps poll for all turns at the scope of the CTA",
-            find("compute", "ld.acquire", 2).rewritten("gpu", "cta"),
-            "turns",
-            lint="scope",
-            shows=False,
-        ),
-        Bug(
             "a turn is passed on without releasing",
             find("adding", "red.release").rewritten("release", "relaxed"),
-            "turns",
-            lint="scope",
-        ),
-        Bug(
-            "a turn is passed on at the scope of the CTA",
-            find("adding", "red.release").rewritten("gpu", "cta"),
             "turns",
             lint="scope",
         ),

@@ -104,7 +104,6 @@ _KIND, _STRIDES, _SIZES, _BOX = 8, 12, 32, 55  # of a tensor map: at which byte 
 LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
     "grid": (
         LaunchBug("preprocessing has a CTA less", "backward", _fewer_ctas("Preprocess")),
-        LaunchBug("a tile of a bias's gradient has no CTA", "bias", _fewer_ctas("BiasGradient")),
         LaunchBug("a CTA has a warp less", "forward", _with(_FORWARD, "block", lambda _: (480, 1, 1))),
     ),
     "cluster": (
@@ -131,13 +130,11 @@ LAUNCHES: dict[str, tuple[LaunchBug, ...]] = {
             "the backward kernel reads lse and delta 128 bytes further", "backward", _in_workspace(_MAIN, 0, 128)
         ),
         LaunchBug("sums of dQ begin where lse and delta are", "backward", _in_workspace(_MAIN, 1, -512)),
-        LaunchBug("preprocessing zeroes other counters", "backward", _in_workspace("Preprocess", 2, 128)),
     ),
     "order": (
         LaunchBug("preprocessing comes behind the backward kernel", "backward", _last("Preprocess")),
         LaunchBug("preprocessing is not launched", "backward", _without("Preprocess")),
         LaunchBug("a mask is cut into tiles behind the lists of these", "mask", _last("MaskTiles")),
-        LaunchBug("lists of a mask's tiles come behind the kernel that reads them", "mask", _last("RowLists")),
         LaunchBug("sums of a bias's gradient are not added up", "split bias", _without("add_up")),
     ),
 }

@@ -4,8 +4,6 @@ from lab.bugs.code import arrivals, find, uncounted
 from lab.bugs.table import Bug, Bugs
 
 _EMPTY = ", -2;"
-_OF_O = find("mma", "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
-_FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
 # Iteration over lists: of each part the next entry, set when a pass begins, moved on behind a window; twice, as there
 # are two passes.
 _NEXT_ENTRIES = find("producer", "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
@@ -48,14 +46,9 @@ LISTS: Bugs = {
             find("mma", "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
         ),
         Bug(
-            "softmax computes P of scores that were left out",
-            find("softmax", "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
-        ),
-        Bug(
             "what stands where nothing was multiplied is not left out of O",
             find("epilogue", "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
             "blind",
         ),
-        Bug("a part's first output is added to what stands there", _FIRST_OF_O.flipped("accumulates")),
     ),
 }

@@ -89,11 +89,5 @@ PAIR: Bugs = {
             lint="cluster",
             shows=False,
         ),
-        Bug(
-            "a warp arrives at the other CTA's barrier ahead of the first meeting",
-            meetings("drain")[1].moved_behind(meetings("drain")[2]),
-            lint="cluster",
-            shows=False,
-        ),
     ),
 }

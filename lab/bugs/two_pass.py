@@ -42,9 +42,6 @@ TWO_PASS: Bugs = {
             "lists",
         ),
         Bug.always_branches("the first pass does not hide scores", find("compute", "tcgen05.ld", 13)[0], "lists"),
-        Bug(
-            "the second pass does not give entries back", arrivals("compute", "entries.empty", 2)[1].left_out(), "many"
-        ),
     ),
     "missing fence": (
         Bug(

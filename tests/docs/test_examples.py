@@ -28,7 +28,6 @@ def test_finetune() -> None:
 
 @pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots losses")
     sizes = ["--width", "64", "--layers", "1", "--length", "96", "--tokens", "256", "--steps", "6"]
     printed = run("pretrain.py", *sizes, "--out", str(tmp_path / "out"))
     losses = [[float(x) for x in pair] for pair in re.findall(r"loss (\S+) packed, (\S+) padded", printed)]
@@ -36,7 +35,6 @@ def test_pretrain(tmp_path: Path) -> None:
     assert all(abs(packed - padded) < 0.01 for packed, padded in losses)
     assert losses[-1][0] < losses[0][0]
     assert "resumed: bitwise equal" in printed
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
