@@ -1,8 +1,8 @@
-"""A kernel of nothing but ``sm100.exponential``: two numbers a thread."""
+"""A kernel of nothing but ``sm100.softmax.exp2_pair``: two numbers a thread."""
 
 import cutlass.cute as cute
 
-from flash_attn_cute.kernels.sm100.exponential import exp2_pair
+from flash_attn_cute.kernels.sm100.softmax import exp2_pair
 
 
 class Exponentials:

@@ -124,11 +124,7 @@ class ForwardSm100(ForwardKernel):
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
         c, softmax, epilogue, mma = (self.config, *map(self.schedule.role, ("softmax", "epilogue", "mma")))
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        thread = cute.arch.thread_idx()[0] % 128
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = self._shared(storage)
-        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
+        warp_idx, thread, shared = frame.begin(self, tma, c.ctas_a_tile)
         if warp_idx < softmax.warps.stop:
             set_registers(softmax.registers, frame.THREADS)
             part, address = warp_idx // 4, tensor_memory.row_address(shared.tensor_memory, thread)
@@ -148,7 +144,7 @@ class ForwardSm100(ForwardKernel):
                 self.producer(c, a, tables, tma, shared)()
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
-    def _shared(self, storage: Any) -> Shared:
+    def shared_memory(self, storage: Any) -> Shared:
         return Shared.of(self.memory, storage)
 
     def mma(self, mmas: ForwardMmas, shared: Shared) -> None:

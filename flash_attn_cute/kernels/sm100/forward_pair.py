@@ -140,7 +140,7 @@ class ForwardPairSm100(ForwardSm100):
 
     producer = PairProducer
 
-    def _shared(self, storage: Any) -> PairShared:
+    def shared_memory(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return PairShared.of(self.memory, storage, rank=rank, queries=self.config.queries)
 

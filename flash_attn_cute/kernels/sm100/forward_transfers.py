@@ -133,9 +133,8 @@ class Producer:
 
     def _load(self, name: str, gX: cute.Tensor, step: Int32) -> None:
         """Loads a tile of Q, K or V to the stage of a step."""
-        tiles, sX, ring = (
-            getattr(x, n) for x, n in ((self.tma, name), (self.shared, f"s{name}"), (self.shared.rings, name.lower()))
-        )
+        shared, tiles = self.shared, getattr(self.tma, name)
+        sX, ring = getattr(shared, f"s{name}"), getattr(shared.rings, name.lower())
         self._acquire(ring, step)  # from the tensor cores: products with what was there are done
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
 

@@ -5,8 +5,10 @@ before both: one writes to the other's shared memory and arrives at its barriers
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
@@ -20,12 +22,16 @@ THREADS = 32 * WARPS
 
 
 @cute.jit
-def begin(init_barriers: Constexpr, tma: Constexpr, holder: cute.Tensor, warp_idx: Int32, ctas: Constexpr = 1) -> None:
-    """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
+def begin(kernel: Constexpr, tma: Constexpr, ctas: Constexpr = 1) -> tuple[Int32, Int32, Any]:
+    """By all threads: allocates shared and tensor memory, and barriers count from now on.
 
-    One thread calls ``init_barriers``. A cluster has one CTA, or two that compute products together.
+    Returns the warp's index in the CTA, the thread's in its warpgroup, and ``kernel.shared_memory`` of the storage. A
+    cluster has one CTA, or two that compute products together.
     """
-    pair = ctas == 2
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    thread = cute.arch.thread_idx()[0] % 128
+    storage = cutlass.memory.SmemAllocator().allocate(kernel.Storage)
+    shared, init_barriers, pair = kernel.shared_memory(storage), partial(kernel.memory.init, storage), ctas == 2
     if warp_idx == PRODUCER_WARP:
         prefetch_descriptors(tma)
         with cute.arch.elect_one():
@@ -34,11 +40,12 @@ def begin(init_barriers: Constexpr, tma: Constexpr, holder: cute.Tensor, warp_id
     if const_expr(pair):  # both run, and their barriers count
         meet_in_cluster()
     if warp_idx == MMA_WARP:
-        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder.iterator, is_two_cta=pair)
+        cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.holder.iterator, is_two_cta=pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
     tensor_memory.before_sync()
     cute.arch.sync_threads()
     tensor_memory.after_sync()
+    return warp_idx, thread, shared
 
 
 @cute.jit

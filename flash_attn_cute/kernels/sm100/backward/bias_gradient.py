@@ -16,7 +16,6 @@ for. There they are summed over queries or keys that share a bias, and warps wri
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cutlass
@@ -82,10 +81,7 @@ class BiasGradientSm100(BiasGradientKernel):
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
         compute, mma_role = map(self.schedule.role, ("compute", "mma"))
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = self._shared(storage)
-        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx)
+        warp_idx, _, shared = frame.begin(self, tma)
         if warp_idx < compute.warps.stop:
             set_registers(compute.registers, frame.THREADS)
             warpgroup, thread = warp_idx // 4, cute.arch.thread_idx()[0]
@@ -101,7 +97,7 @@ class BiasGradientSm100(BiasGradientKernel):
                 self.map.load(a, tables, tma, shared.operands, shared.rings, shared.pieces)
         frame.end(shared, warp_idx)
 
-    def _shared(self, storage: Any) -> _Shared:
+    def shared_memory(self, storage: Any) -> _Shared:
         return _Shared.of(
             self.memory,
             storage,

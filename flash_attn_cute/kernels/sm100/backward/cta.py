@@ -279,13 +279,9 @@ class BackwardCtaSm100(BackwardKernel):
         """Sets up shared and tensor memory, then splits into roles."""
         c = self.config
         drain, compute, mma, adding = map(self.schedule.role, ("drain", "compute", "mma", "adding"))
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        thread = cute.arch.thread_idx()[0] % 128
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = self._shared(storage)
+        warp_idx, thread, shared = frame.begin(self, tma, c.ctas_a_tile)
         state = c, a, ws, tma, shared
         transfers = self.transfers(*state)
-        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < drain.warps.stop:
             set_registers(drain.registers, frame.THREADS)
             transfers.drain(thread)
@@ -308,7 +304,7 @@ class BackwardCtaSm100(BackwardKernel):
                 transfers.add(warp_idx - adding.warps.start)
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
-    def _shared(self, storage: Any) -> Shared:
+    def shared_memory(self, storage: Any) -> Shared:
         return Shared.of(self.memory, storage)
 
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared, transfers: Transfers) -> None:

@@ -225,7 +225,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         loaded["K_columns"] = make_row_tiles(self.load_operation(), mK, piece, (PART_ROWS, O_COLUMNS), packed)
         return BackwardTiles(**loaded, **self._tiles_out(mdK, mdV))
 
-    def _shared(self, storage: Any) -> PairShared:
+    def shared_memory(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return PairShared.of(self.memory, storage, rank=rank)
 

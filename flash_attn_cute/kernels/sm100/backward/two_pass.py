@@ -77,7 +77,7 @@ class TwoPassCompute(Compute):
             tile_idx += 1
 
     def begin(self, tile_idx: Int32) -> None:
-        """Begins a tile."""
+        """Begins a tile: a CTA alone has nothing to do."""
 
     def _first_column(self, number: Int32) -> Int32 | None:
         """See ``first_column``; None: a pair finds it where it is needed, as registers are short."""
