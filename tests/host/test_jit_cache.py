@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -156,18 +156,6 @@ def test_forks_do_not_hold_the_locks_of_their_parents(tmp_path: Path) -> None:
 # Kernels out of the folder
 
 
-def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cache.kernel(CONFIG)
-    assert cache.kernel(CONFIG) is first
-    monkeypatch.setattr(cache, "_kernels", {})
-    again = cache.kernel(CONFIG)
-    assert again is not first
-    assert compiler.calls == 1
-    for kernel in (first, again):
-        with pytest.raises(TypeError, match="bfloat16"):
-            kernel(0)
-
-
 def test_kernels_with_one_symbol_are_apart(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every object file calls its kernel the same; here two of them differ in rank."""
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm))
@@ -182,17 +170,25 @@ def test_kernels_with_one_symbol_are_apart(warm: Path, monkeypatch: pytest.Monke
         dense(0)
 
 
-def test_damaged_kernels_are_compiled_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_come_from_the_folder_unless_they_are_damaged(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.kernel(CONFIG)
     path = settings.cache_dir()
     assert path is not None
     (entry,) = path.glob("*.kernel")
     whole = entry.read_bytes()
     entry.write_bytes(whole[:-1])
-    for calls in (2, 2):  # made again, and found again
-        monkeypatch.setattr(cache, "_kernels", {})
-        cache.kernel(CONFIG)
-        assert compiler.calls == calls
+    monkeypatch.setattr(cache, "_kernels", {})
+    made = cache.kernel(CONFIG)
+    assert cache.kernel(CONFIG) is made
+    monkeypatch.setattr(cache, "_kernels", {})
+    found = cache.kernel(CONFIG)
+    assert found is not made
+    assert compiler.calls == 2
+    for kernel in (made, found):
+        with pytest.raises(TypeError, match="bfloat16"):
+            kernel(0)
     assert entry.read_bytes() == whole
 
 
@@ -204,50 +200,32 @@ def test_unsafe_folders_raise(compiler: Compiler, tmp_path: Path) -> None:
     assert compiler.calls == 0
 
 
-def no_home(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLASH_ATTN_CUTE_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-
-
-def no_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_text("a file")
-
-
-def no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path / f"{key.name(key.identity(CONFIG))}.lock").mkdir(parents=True)
-
-
-def no_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.Folder, "write", write)
-
-
-@pytest.mark.parametrize("failure", [no_home, no_folder, no_lock, no_space])
+@pytest.mark.parametrize("missing", ["home", "folder", "lock", "space"])
 def test_failing_disks_cost_a_warning(
-    compiler: Compiler,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: Callable[[Path, pytest.MonkeyPatch], None],
+    missing: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure(tmp_path / "kernels", monkeypatch)
+    path = tmp_path / "kernels"
+    if missing == "home":
+        for name in ("FLASH_ATTN_CUTE_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    elif missing == "folder":
+        path.write_text("a file")
+    elif missing == "lock":
+        (path / f"{key.name(key.identity(CONFIG))}.lock").mkdir(parents=True)
+    else:
+        monkeypatch.setattr(disk.Folder, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.warns(cache.NotKeptWarning, match="not kept on disk .*set FLASH_ATTN_CUTE_CACHE_DIR") as warned:
         kernel = cache.kernel(CONFIG)
     assert len(warned) == 1
-    assert failure is no_home or str(tmp_path / "kernels") in str(warned[0].message)
+    assert missing == "home" or str(path) in str(warned[0].message)
     assert cache.kernel(CONFIG) is kernel
     assert compiler.calls == 1
 
 
 def test_without_locks_kernels_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have none."""
-
-    def flock(*arguments: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     for _ in range(2):
         cache.kernel(CONFIG)
         monkeypatch.setattr(cache, "_kernels", {})
@@ -331,9 +309,11 @@ def test_other_kinds_have_other_names() -> None:
         ("platform.machine", lambda: "riscv64"),
         ("flash_attn_cute.jit.key._processor_features", lambda: "flags : of another processor"),
         ("sys.implementation.cache_tag", "cpython-399"),
+        ("flash_attn_cute.jit.key._SOURCES", "another"),
+        ("os.environ", {**os.environ, "CUTE_DSL_LINEINFO": "1"}),
     ],
 )
-def test_compiler_and_host_are_in_the_name(place: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_compiler_and_host_are_in_the_name(place: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def forget() -> None:
         key._compiler.cache_clear()
         key._host.cache_clear()
@@ -349,13 +329,7 @@ def test_compiler_and_host_are_in_the_name(place: str, change: Any, monkeypatch:
     assert changed != name
 
 
-def test_compiler_settings_are_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = key.name(key.identity(CONFIG))
-    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    assert key.name(key.identity(CONFIG)) != name
-
-
-def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     shutil.copytree(key._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(key, "_PACKAGE", package)
@@ -375,11 +349,6 @@ def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not key.sources_unchanged()
     shutil.rmtree(package)
     assert not key.sources_unchanged()
-
-    monkeypatch.undo()
-    name = key.name(key.identity(CONFIG))
-    monkeypatch.setattr(key, "_SOURCES", "another")
-    assert key.name(key.identity(CONFIG)) != name
 
 
 # On a GPU

@@ -8,9 +8,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -157,41 +157,29 @@ def test_damaged_entries_are_unusable(folder: Path) -> None:
     assert read(folder) is None
     entry.write_bytes(whole)
     assert read(folder) == b"code"
-
-
-def test_an_entry_under_another_name_is_unusable(folder: Path) -> None:
-    shutil.copy(folder / f"{NAME}.kernel", folder / f"{'f' * 64}.kernel")
+    shutil.copy(entry, folder / f"{'f' * 64}.kernel")  # under another name
     assert read(folder, "f" * 64) is None
 
 
-def test_entries_of_others_are_unusable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_others_own_or_can_write_are_unusable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with disk.Folder(folder) as opened:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert opened.read(NAME) is None
         monkeypatch.undo()
         assert opened.read(NAME) == b"code"
+    for mode in (0o620, 0o602):
+        (folder / f"{NAME}.kernel").chmod(mode)
+        assert read(folder) is None
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_entries_that_others_can_write_are_unusable(folder: Path, mode: int) -> None:
-    (folder / f"{NAME}.kernel").chmod(mode)
-    assert read(folder) is None
-
-
-def replace_by_link(entry: Path) -> None:
-    entry.rename(entry.with_suffix(".elsewhere"))
-    entry.symlink_to(entry.with_suffix(".elsewhere"))
-
-
-def replace_by_pipe(entry: Path) -> None:
-    entry.unlink()
-    os.mkfifo(entry, 0o600)
-
-
-@pytest.mark.parametrize("replace", [replace_by_link, replace_by_pipe])
-def test_entries_that_are_no_files_are_replaced(folder: Path, replace: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_entries_that_are_no_files_are_replaced(folder: Path, kind: str) -> None:
     entry = folder / f"{NAME}.kernel"
-    replace(entry)
+    elsewhere = entry.rename(entry.with_suffix(".elsewhere"))
+    if kind == "link":
+        entry.symlink_to(elsewhere)
+    else:
+        os.mkfifo(entry, 0o600)
     with disk.Folder(folder) as opened:
         assert opened.read(NAME) is None
         opened.write(NAME, IDENTITY, b"new")
@@ -200,10 +188,7 @@ def test_entries_that_are_no_files_are_replaced(folder: Path, replace: Callable[
 
 
 def test_failed_writes_leave_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with disk.Folder(folder) as opened, pytest.raises(OSError, match="No space"):
         opened.write("f" * 64, IDENTITY, b"code")
     assert [path.name for path in folder.iterdir()] == [f"{NAME}.kernel"]
@@ -268,28 +253,23 @@ def test_nothing_stays_open(folder: Path) -> None:
     assert {*os.listdir("/proc/self/fd")} <= before
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
-def test_folders_that_others_can_write_are_refused(folder: Path, mode: int) -> None:
-    folder.chmod(mode)
-    with pytest.raises(disk.UnsafeFolderError, match=rf"{folder} can be written by others \(mode {mode:04o}\)"):
-        disk.Folder(folder)
+def test_unsafe_folders_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others can write to them, or own them, or they are links, to folders or to nowhere."""
+    for mode in (0o770, 0o707, 0o1777):
+        folder.chmod(mode)
+        with pytest.raises(disk.UnsafeFolderError, match=rf"{folder} can be written by others \(mode {mode:04o}\)"):
+            disk.Folder(folder)
     folder.chmod(0o755)
     assert read(folder) == b"code"
-
-
-def test_folders_of_others_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kernels", "nowhere"):
+        link = folder.with_name(f"link to {name}")
+        link.symlink_to(folder.with_name(name))
+        with pytest.raises(disk.UnsafeFolderError, match=f"{link} is a symbolic link"):
+            disk.Folder(link)
+    assert not folder.with_name("nowhere").exists()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(disk.UnsafeFolderError, match=f"belongs to user {os.getuid()}, not to 12345"):
         disk.Folder(folder)
-
-
-@pytest.mark.parametrize("target", ["kernels", "nowhere"])
-def test_links_are_refused(folder: Path, target: str) -> None:
-    link = folder.with_name("link")
-    link.symlink_to(folder.with_name(target))
-    with pytest.raises(disk.UnsafeFolderError, match=f"{link} is a symbolic link"):
-        disk.Folder(link)
-    assert not folder.with_name("nowhere").exists()
 
 
 def test_the_folder_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
