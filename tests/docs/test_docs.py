@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +21,33 @@ from flash_attn_cute import distributed, integrations
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
-PAGES = [
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in (
-            "block-masks",
-            "context-parallelism",
-            "determinism",
-            "distributed",
-            "gradients",
-            "masks-and-biases",
-            "max-logits",
-            "migrating",
-            "padding",
-            "profiling",
-            "quickstart",
-            "selected-blocks",
-            "transformers",
-        )
-    ),
-]
 
 
 def blocks(page: str) -> list[str]:
     found: list[str] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) == (ROOT / page).read_text().count("```python")
     return found
+
+
+def names_of(paths: Iterable[Path]) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+
+
+# CONTRIBUTING.md's blocks need a folder to write to, and a compiler.
+WITH_BLOCKS = [page for page in names_of([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]) if blocks(page)]
+assert len(WITH_BLOCKS) >= 14
 
 
 def run_blocks(page: str) -> dict[str, Any]:
     """The names that the blocks of a page define."""
-    found = blocks(page)
-    assert found
     names: dict[str, Any] = {}
-    for block in found:
+    for block in blocks(page):
         exec(compile(block, page, "exec"), names)
     return names
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_blocks_run(page: str) -> None:
     run_blocks(page)
 
@@ -71,12 +59,6 @@ def test_buckets_are_those_of_t5() -> None:
     names = run_blocks("docs/masks-and-biases.md")
     expected = T5Attention._relative_position_bucket(names["distance"], True, names["buckets"], names["longest"])
     assert torch.equal(names["bucket"], expected)
-
-
-def test_every_page_with_blocks_is_run() -> None:
-    """Blocks of pages run. CONTRIBUTING.md's need a folder to write to, and a compiler."""
-    with_blocks = [path.relative_to(ROOT) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
-    assert sorted(str(path) for path in with_blocks if blocks(str(path))) == sorted(PAGES)
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -103,7 +85,7 @@ IMPORTED_BEFORE = pytest.mark.filterwarnings("ignore:.* found in sys.modules aft
 
 
 @IMPORTED_BEFORE
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in TEXTS))
+@pytest.mark.parametrize("page", names_of(TEXTS))
 def test_commands_have_their_options(page: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for module, arguments in commands((ROOT / page).read_text()):
         assert unknown(module, arguments, monkeypatch, capsys) == [], (module, arguments)

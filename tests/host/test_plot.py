@@ -30,12 +30,8 @@ def test_what_is_drawn() -> None:
     mask = BlockMask.from_blocks(visible) & BlockMask.from_dense(torch.ones(256, 384, dtype=torch.bool).tril(130))
     blocks, timeline = mask.plot(head=0).axes
     assert blocks.images[0].get_array().tolist() == [[2, 0, 1], [0, 2, 1]]
-    assert sorted((int(x.get_position()[0]), x.get_text()) for x in blocks.texts) == [
-        (0, "1"),
-        (1, "1"),
-        (2, "0"),
-        (2, "0"),
-    ]
+    found = sorted((int(x.get_position()[0]), x.get_text()) for x in blocks.texts)
+    assert found == [(0, "1"), (1, "1"), (2, "0"), (2, "0")]
     bars = len(timeline.patches)
     assert bars == 2 * 3 * 16  # work and waits of three tiles, of as many heads as the model takes
     assert len(mask.plot(head=1).axes[0].texts) == 1
