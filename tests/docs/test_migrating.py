@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -11,7 +12,6 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import transformers
-from einops import rearrange
 from torch import Tensor
 
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface, sdpa, transformer_engine, varlen
@@ -33,97 +33,91 @@ te: Any = transformer_engine
 Expected: TypeAlias = Callable[[SimpleNamespace], Call]
 
 
-def of_qkv(n: SimpleNamespace, **options: Any) -> Call:
-    return Call(n.q, n.k, n.v, **options)
+def of(names: str, **options: Any) -> Expected:
+    """A call of tensors and with options, which are named or are functions of all that the page defines."""
+
+    def value(n: SimpleNamespace, x: Any) -> Any:
+        return getattr(n, x) if isinstance(x, str) else x(n) if callable(x) else x
+
+    return lambda n: Call(*(getattr(n, x) for x in names.split()), **{x: value(n, y) for x, y in options.items()})
 
 
-def of_packed(n: SimpleNamespace, **options: Any) -> Call:
-    return Call(n.pq, n.pk, n.pv, **{"cu_seqlens_q": n.offsets, "cu_seqlens_k": n.offsets} | options)
+of_qkv = partial(of, "q k v")
+of_packed = partial(of, "pq pk pv", cu_seqlens_q="offsets", cu_seqlens_k="offsets")
+padded = partial(of_packed, **dict.fromkeys(("seqused_q", "seqused_k"), lambda n: n.true.diff()))
+of_keys = of_packed(cu_seqlens_k="keys")
 
 
-def of_sdpa(*qkv: Tensor, **options: Any) -> Call:
-    q, k, v = (rearrange(x, "batch heads rows d -> batch rows heads d") for x in qkv)
-    return Call(q, k, v, **options)
+def of_sdpa(names: str = "query key value", **options: Any) -> Expected:
+    def meaning(n: SimpleNamespace) -> Call:
+        call = of(names, **options)(n)
+        return replace(call, q=call.q.transpose(1, 2), k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
+
+    return meaning
 
 
-def padded(n: SimpleNamespace, **options: Any) -> Call:
-    return of_packed(n, seqused_q=n.true.diff(), seqused_k=n.true.diff(), **options)
+def with_alibi(meaning: Expected) -> Expected:
+    return lambda n: alibi_truth(meaning(n), n.slopes)
 
 
 MEANINGS: dict[str, Expected] = {
-    "flash_attn_func(q, k, v, 0.0, None, True)": lambda n: of_qkv(n, causal=True),
-    "flash_attn_func(q, k, v, causal=True, window_size=(16, 0), softcap=30.0)": lambda n: of_qkv(
-        n, causal=True, window_size=(16, 0), softcap=30.0
+    "flash_attn_func(q, k, v, 0.0, None, True)": of_qkv(causal=True),
+    "flash_attn_func(q, k, v, causal=True, window_size=(16, 0), softcap=30.0)": of_qkv(
+        causal=True, window_size=(16, 0), softcap=30.0
     ),
-    "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)": lambda n: alibi_truth(
-        of_qkv(n, causal=True), n.slopes
-    ),
-    "flash_attn_func(q, k, v, alibi_slopes=slopes)": lambda n: alibi_truth(of_qkv(n), n.slopes),
-    "flash_attn_func(q, k, v, causal=True, return_attn_probs=True)": lambda n: of_qkv(n, causal=True),
-    "flash_attn_kvpacked_func(q, kv, window_size=(8, 8))": lambda n: of_qkv(n, window_size=(8, 8)),
+    "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)": with_alibi(of_qkv(causal=True)),
+    "flash_attn_func(q, k, v, alibi_slopes=slopes)": with_alibi(of_qkv()),
+    "flash_attn_func(q, k, v, causal=True, return_attn_probs=True)": of_qkv(causal=True),
+    "flash_attn_kvpacked_func(q, kv, window_size=(8, 8))": of_qkv(window_size=(8, 8)),
     "flash_attn_qkvpacked_func(qkv, causal=True, deterministic=True)": lambda n: replace(
         Call(*n.qkv.unbind(2)), causal=True
     ),
-    "flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, causal=True)": lambda n: of_packed(n, causal=True),
-    "flash_attn_varlen_kvpacked_func(pq, packed[:, 1:], offsets, offsets, 10, 10)": of_packed,
-    "flash_attn_varlen_qkvpacked_func(packed, offsets, 10, causal=True, alibi_slopes=slopes)": lambda n: alibi_truth(
-        of_packed(n, causal=True), n.slopes
+    "flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, causal=True)": of_packed(causal=True),
+    "flash_attn_varlen_kvpacked_func(pq, packed[:, 1:], offsets, offsets, 10, 10)": of_packed(),
+    "flash_attn_varlen_qkvpacked_func(packed, offsets, 10, causal=True, alibi_slopes=slopes)": with_alibi(
+        of_packed(causal=True)
     ),
-    "flash_attn_func(q, k, v, softmax_scale=0.1, causal=True, num_splits=1, pack_gqa=True)": lambda n: of_qkv(
-        n, softmax_scale=0.1, causal=True
+    "flash_attn_func(q, k, v, softmax_scale=0.1, causal=True, num_splits=1, pack_gqa=True)": of_qkv(
+        softmax_scale=0.1, causal=True
     ),
-    "flash_attn_interface.flash_attn_func(q, k, v, 0.1, True)": lambda n: of_qkv(n, softmax_scale=0.1, causal=True),
-    "flash_attn_interface.flash_attn_func(q, k, v, window_size=(8, 0), pack_gqa=True, return_attn_probs=True)": (
-        lambda n: of_qkv(n, window_size=(8, 0))
+    "flash_attn_interface.flash_attn_func(q, k, v, 0.1, True)": of_qkv(softmax_scale=0.1, causal=True),
+    "flash_attn_interface.flash_attn_func(q, k, v, window_size=(8, 0), pack_gqa=True, return_attn_probs=True)": of_qkv(
+        window_size=(8, 0)
     ),
     "flash_attn_interface.flash_attn_qkvpacked_func(heads, causal=True, num_heads_q=4)": lambda n: replace(
         Call(*n.heads.split([4, 2, 2], 2)), causal=True
     ),
     "flash_attn_interface.flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, None, lengths, None, True)": (
-        lambda n: of_packed(n, seqused_k=n.lengths, causal=True)
+        of_packed(seqused_k="lengths", causal=True)
     ),
-    "flash_attn_cute.flash_attn_func(q, k, v, dropout_p=0.0, causal=True, window_size=(-1, -1))": lambda n: of_qkv(
-        n, causal=True
+    "flash_attn_cute.flash_attn_func(q, k, v, dropout_p=0.0, causal=True, window_size=(-1, -1))": of_qkv(causal=True),
+    "flash_attn_cute.flash_attn_func(q, k, v, causal=True, learnable_sink=slopes, return_lse=True)": of_qkv(
+        causal=True, learnable_sink="slopes"
     ),
-    "flash_attn_cute.flash_attn_func(q, k, v, causal=True, learnable_sink=slopes, return_lse=True)": lambda n: of_qkv(
-        n, causal=True, learnable_sink=n.slopes
+    "scaled_dot_product_attention(query, key, value, is_causal=True)": of_sdpa(causal=True),
+    "scaled_dot_product_attention(query, key, value, causal_lower_right(24, 24))": of_sdpa(causal=True),
+    "scaled_dot_product_attention(query, few_keys, few_values, is_causal=True, enable_gqa=True)": of_sdpa(
+        "query few_keys few_values", mask=torch.ones(24, 40, dtype=torch.bool).tril()
     ),
-    "scaled_dot_product_attention(query, key, value, is_causal=True)": lambda n: of_sdpa(
-        n.query, n.key, n.value, causal=True
-    ),
-    "scaled_dot_product_attention(query, key, value, causal_lower_right(24, 24))": lambda n: of_sdpa(
-        n.query, n.key, n.value, causal=True
-    ),
-    "scaled_dot_product_attention(query, few_keys, few_values, is_causal=True, enable_gqa=True)": lambda n: of_sdpa(
-        n.query, n.few_keys, n.few_values, mask=torch.ones(24, 40, dtype=torch.bool).tril()
-    ),
-    "scaled_dot_product_attention(query, key, value, attn_mask=real)": lambda n: of_sdpa(
-        n.query, n.key, n.value, mask=n.real
-    ),
-    "scaled_dot_product_attention(query, key, value, added, scale=0.1)": lambda n: of_sdpa(
-        n.query, n.key, n.value, bias=n.added, softmax_scale=0.1
-    ),
-    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, window_size=(-1, 0))": lambda n: of_packed(n, causal=True),
+    "scaled_dot_product_attention(query, key, value, attn_mask=real)": of_sdpa(mask="real"),
+    "scaled_dot_product_attention(query, key, value, added, scale=0.1)": of_sdpa(bias="added", softmax_scale=0.1),
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, window_size=(-1, 0))": of_packed(causal=True),
     "varlen_attn(pq, pk[:, :2], pv[:, :2], offsets, offsets, 10, 10, enable_gqa=True, scale=0.1, "
     "return_aux=AuxRequest(lse=True))": lambda n: replace(
-        of_packed(n, softmax_scale=0.1), k=n.pk[:, :2], v=n.pv[:, :2]
+        of_packed(softmax_scale=0.1)(n), k=n.pk[:, :2], v=n.pv[:, :2]
     ),
-    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths)": lambda n: of_packed(n, seqused_k=n.lengths),
-    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, num_splits=1)": of_packed,
-    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding_causal")': lambda n: padded(
-        n, causal=True
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths)": of_packed(seqused_k="lengths"),
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, num_splits=1)": of_packed(),
+    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding_causal")': padded(causal=True),
+    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding", window_size=(4, 4))': padded(
+        window_size=(4, 4)
     ),
-    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding", window_size=(4, 4))': lambda n: padded(
-        n, window_size=(4, 4)
+    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal_bottom_right")': of_packed(
+        cu_seqlens_k="keys", causal=True
     ),
-    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal_bottom_right")': lambda n: of_packed(
-        n, cu_seqlens_k=n.keys, causal=True
-    ),
-    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal")': lambda n: top_left(
-        of_packed(n, cu_seqlens_k=n.keys)
-    ),
+    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal")': lambda n: top_left(of_keys(n)),
     'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal", window_size=(4, 0))': lambda n: top_left(
-        of_packed(n, cu_seqlens_k=n.keys), 4
+        of_keys(n), 4
     ),
 }
 
@@ -218,7 +212,7 @@ def test_the_page_can_be_wrong(namespace: dict[str, Any]) -> None:
     names = SimpleNamespace(**namespace)
     _, result = outcome("flash_attn_func(q, k, v)", namespace)
     with pytest.raises(AssertionError, match="above the bound"):
-        assert_means(result, of_qkv(names, causal=True))
+        assert_means(result, of_qkv(causal=True)(names))
     assert outcome("flash_attn_func(q, k, v, 0.1)", namespace)[0] == "refused"
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         assert_same_model_output("model(ids)", names.model(names.ids, position_ids=names.positions + 1), namespace)
