@@ -1,10 +1,11 @@
 """Plans are kept for calls that look alike, and for no others."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import attend, dispatch, ops, prepared_call
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from tests.lib.launches import Launched
 
 
 @pytest.fixture
@@ -340,15 +342,48 @@ def test_a_gradient_without_strides_after_others() -> None:
         flash_attn_func(**call).backward(torch.ones(2, 6, 4, 8).to_sparse())
 
 
+@pytest.fixture
+def hopper(launches: list[Launched], monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Launches of Hopper's backend, which takes the CPU for such a GPU."""
+    monkeypatch.setitem(dispatch.BACKENDS, "sm90", CuteBackend(ARCHITECTURES["sm90"], is_supposed=True))
+    return launches
+
+
+def reached_from(*given: object) -> list[object]:
+    """All that objects hold, directly or not, but for what is in modules and classes."""
+    found: dict[int, object] = {}
+    waiting: list[object] = [*given]
+    while waiting:
+        x = waiting.pop()
+        if id(x) not in found and not isinstance(x, (ModuleType, type)):
+            found[id(x)] = x
+            waiting += (x.__closure__, x.__defaults__) if isinstance(x, FunctionType) else gc.get_referents(x)
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("backend", ["portable", "sm90"])
+def test_nothing_that_is_kept_holds_tensors(
+    backend: str, made: list[prepared_call.Plan], hopper: list[Launched]
+) -> None:
+    """Plans, guards and prepared passes of both directions."""
+    for block_mask in (None, BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril())):
+        qkv = leaves(*[(2, 64, 4, 64)] * 3)
+        out = attend_dense(*qkv, block_mask=block_mask, backend=backend)
+        out.backward(torch.randn_like(out))
+    made.clear()
+    hopper.clear()
+    held = reached_from(prepared_call._kept)
+    assert any(isinstance(x, prepared_call.Plan) for x in held)
+    assert not any(isinstance(x, Tensor) for x in held)
+
+
 MOST_FUNCTIONS = {"no_grad": 14, "recording": 16, "backward": 7}
 
 
-@pytest.mark.usefixtures("launches")
-def test_host_work_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_host_work_of_a_call() -> None:
     """Functions of this package that a repeated call enters: a noise-free measure of its time on the host."""
     torch.use_deterministic_algorithms(False)  # which would have new memory filled
-    backend = CuteBackend(ARCHITECTURES["sm90"], is_supposed=True)
-    monkeypatch.setitem(dispatch.BACKENDS, "sm90", backend)
     package = str(Path(flash_attn_cute.__file__).parent)
 
     def functions(call: Callable[[], Any]) -> list[str]:
