@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.sparsity import bits, row_tables
-from tests.lib.masks import TILE, are_equal, bits_of, random_mask, spelled_out, tables_of
+from tests.lib.masks import TILE, are_equal, random_mask, spelled_out, tables_of
 
 
 def test_equal_tiles_are_stored_once() -> None:
@@ -29,13 +29,6 @@ def test_tiles_of_equal_hashes_stay_apart(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bits, "_factors", lambda count, device: torch.zeros(count, dtype=torch.int64))
     collided = bits.distinct(tiles)
     assert all(torch.equal(a, b) for a, b in zip(expected, collided, strict=True))
-
-
-def test_bits() -> None:
-    elements = torch.rand(3, TILE, TILE) < 0.5
-    tiles = bits.pack(elements.transpose(1, 2))
-    assert all(torch.equal(bits_of(tile), x.T) for tile, x in zip(tiles, elements, strict=True))
-    assert torch.equal(bits.unpack(tiles), elements.transpose(1, 2))
 
 
 @pytest.mark.usefixtures("made_in_modes")

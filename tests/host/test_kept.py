@@ -37,6 +37,7 @@ from tests.lib.kept_things import (
     Results,
     Thing,
     check,
+    check_made,
     expected,
     inputs,
     results,
@@ -69,7 +70,7 @@ def _first_within(mode: Callable[[], AbstractContextManager[Any]], thing: Thing,
     made, _ = thing.on(device)
     with mode():
         thing.call(made, inputs(device, grad=False))
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def inference_mode_first(thing: Thing, device: str) -> None:
@@ -81,10 +82,10 @@ def made_in_inference_mode(thing: Thing, device: str) -> None:
     """Sources and all, and then training."""
     with torch.inference_mode():
         made, _ = thing.on(device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     with torch.inference_mode():
         other = copy.deepcopy(made)
-    check(thing, results(thing, other, device), device)
+    check_made(thing, other, device)
     for each in (made, other):
         assert not any(x.is_inference() for x in tensors_kept(each)), "training may save it for a backward pass"
 
@@ -98,7 +99,7 @@ def made_within_a_transform(thing: Thing, device: str) -> None:
         return x.sum()
 
     torch.func.grad(loss)(torch.ones(1, device=device))
-    check(thing, results(thing, made[0], device), device)
+    check_made(thing, made[0], device)
 
 
 def no_grad_first(thing: Thing, device: str) -> None:
@@ -116,7 +117,7 @@ def fake_tensors_first(thing: Thing, device: str) -> None:
     if thing.name == "sharding":
         with FakeTensorMode():
             made = Sharding.balanced([0, 100, ROWS], 1, causal=True)
-        check(thing, results(thing, made, device), device)
+        check_made(thing, made, device)
         return
     made, _ = thing.on(device)
     with FakeTensorMode():
@@ -125,7 +126,7 @@ def fake_tensors_first(thing: Thing, device: str) -> None:
     assert isinstance(out, FakeTensor)
     assert out.shape == q.shape
     assert not any(isinstance(x, FakeTensor) for x in tensors_kept(made))
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def traced_first(thing: Thing, device: str) -> None:
@@ -133,7 +134,7 @@ def traced_first(thing: Thing, device: str) -> None:
     made, _ = thing.on(device)
     x = inputs(device)
     program = make_fx(lambda *x: thing.call(made, list(x)))(*x)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     assert torch.equal(program(*x), expected(thing.name, device)[0])
 
 
@@ -143,10 +144,9 @@ def default_device(thing: Thing, device: str) -> None:
     x = inputs(device)
     made, _ = thing.on(device)
     with torch.device("meta"):
-        out = thing.call(made, x)
-        found = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+        found = results(thing, made, device, x)
     check(thing, found, device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def threads(thing: Thing, device: str) -> None:
@@ -184,7 +184,7 @@ def compiled(thing: Thing, device: str) -> None:
     for _ in range(2):
         out = program(*x)
         check(thing, [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))], device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def copied(thing: Thing, device: str) -> None:
@@ -193,7 +193,7 @@ def copied(thing: Thing, device: str) -> None:
     results(thing, made, device)
     other = copy.copy(made)
     assert not (other.plans if isinstance(other, Sharding) else other._rows or other._tables or other._offsets)
-    check(thing, results(thing, other, device), device)
+    check_made(thing, other, device)
 
 
 def deeply_copied(thing: Thing, device: str) -> None:
@@ -212,12 +212,12 @@ def pickled(thing: Thing, device: str) -> None:
 
 def _carried(thing: Thing, device: str, carry: Callable[[Any], Any]) -> None:
     made, _ = thing.on(device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     other = carry(made)
     assert other is not made
     assert not tensors_kept(other)
-    check(thing, results(thing, other, device), device)
-    check(thing, results(thing, carry(other), device), device)
+    check_made(thing, other, device)
+    check_made(thing, carry(other), device)
 
 
 def loaded(thing: Thing, device: str) -> None:
@@ -233,7 +233,7 @@ def loaded(thing: Thing, device: str) -> None:
             assert other.device.type == torch.device(where).type
         assert not tensors_kept(other)
         if where != "meta":
-            check(thing, results(thing, other, where), where)
+            check_made(thing, other, where)
 
 
 def moved(thing: Thing, device: str) -> None:
@@ -250,8 +250,8 @@ def moved(thing: Thing, device: str) -> None:
     assert not tensors_kept(other)
     if device != "cpu":
         on_host = made.to("cpu")
-        check(thing, results(thing, on_host, "cpu"), "cpu")
-        check(thing, results(thing, on_host.to(device), device), device)
+        check_made(thing, on_host, "cpu")
+        check_made(thing, on_host.to(device), device)
     if thing.written == "refused":
         made, sources = thing.on(device)
         sources.popitem()[1].zero_()
@@ -276,11 +276,11 @@ class _Things(torch.utils.data.Dataset[Any]):
 def data_loader_worker(thing: Thing, device: str) -> None:
     """The worker reads what was made here, and sends it back."""
     made, _ = thing.on(device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     loader = DataLoader(_Things(thing, made), batch_size=None, num_workers=1, multiprocessing_context="fork")
     ((other, found),) = loader
     check(thing, found, device)
-    check(thing, results(thing, other, device), device)
+    check_made(thing, other, device)
 
 
 def forked(thing: Thing, device: str) -> None:
@@ -303,8 +303,8 @@ def forked(thing: Thing, device: str) -> None:
             torch.set_num_threads(1)
             signal.alarm(60)  # ends what hangs
             if device == "cpu":
-                check(thing, results(thing, made, device), device)
-                check(thing, results(thing, new, device), device)
+                check_made(thing, made, device)
+                check_made(thing, new, device)
             else:
                 if isinstance(made, BlockMask):
                     with pytest.raises(RuntimeError, match=r"before it was forked"):
@@ -325,7 +325,7 @@ def written_before_use(thing: Thing, device: str) -> None:
     for x in sources.values():
         x.zero_()
     if thing.written == "copied":
-        check(thing, results(thing, made, device), device)
+        check_made(thing, made, device)
     else:
         name = "mask_mod" if thing.name == "function" else ""
         with pytest.raises(ValueError, match=rf"^{name}.*: expected what it was when the BlockMask was made of it"):
@@ -339,16 +339,16 @@ def written_between_passes(thing: Thing, device: str) -> None:
         thing.call(made, inputs(device, grad=False))
     for x in sources.values():
         x.zero_()
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def written_afterwards(thing: Thing, device: str) -> None:
     """Nothing reads them any more."""
     made, sources = thing.on(device)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     for x in sources.values():
         x.zero_()
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
 
 
 def other_strides(thing: Thing, device: str) -> None:
@@ -356,17 +356,17 @@ def other_strides(thing: Thing, device: str) -> None:
     _, sources = thing.on(device)
     strided = {name: torch.stack((x, x.flip(-1)), -1)[..., 0] for name, x in sources.items()}
     made = thing.make(**strided)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     if thing.name not in ("order", "sharding", "flex", "function"):  # whose numbers would not be valid
         same_address = {name: x.as_strided(x.shape, sources[name].stride()) for name, x in strided.items()}
         clones = {name: x.clone() for name, x in same_address.items()}
         found = results(thing, thing.make(**same_address), device)
         for one, other in zip(found, results(thing, thing.make(**clones), device), strict=True):
             assert torch.equal(one, other)
-    check(thing, results(thing, made, device), device)
+    check_made(thing, made, device)
     for dtype in (torch.int32, torch.int64):
         others = {name: x if x.dtype == torch.bool else x.to(dtype) for name, x in sources.items()}
-        check(thing, results(thing, thing.make(**others), device), device)
+        check_made(thing, thing.make(**others), device)
 
 
 def second_stream(thing: Thing, device: str) -> None:
@@ -384,9 +384,8 @@ def second_stream(thing: Thing, device: str) -> None:
         with torch.cuda.stream(other):
             if not waits_first:
                 torch.cuda._sleep(50_000_000)
-            out = thing.call(made, x)
-            found = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
-        del made, out
+            found = results(thing, made, device, x)
+        del made
         context_manager._balanced.cache_clear()
         with torch.cuda.stream(one):  # memory of the things must not come back here
             junk = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (64, 512, 4096) for _ in range(40)]
@@ -447,8 +446,7 @@ def _capture(
 
     def step() -> Results:
         with nullcontext() if current is None else torch.cuda.device(current):
-            out = thing.call(made, x)
-            return [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+            return results(thing, made, device, x)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -534,7 +532,7 @@ def test_tensors_of_inference_mode_are_copied() -> None:
     with torch.inference_mode():
         made, sources = thing.on("cpu")
         sources["mask"].zero_()
-    check(thing, results(thing, made, "cpu"), "cpu")
+    check_made(thing, made, "cpu")
 
 
 def test_failures_leave_nothing() -> None:

@@ -5,7 +5,6 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from torch import Tensor
 
 from flash_attn_cute import api, flash_attn_func, flash_attn_varlen_func
@@ -61,24 +60,19 @@ def annotations(module: ModuleType, name: str) -> dict[str, str]:
     return (annotations(api, "SharedKeywords") if "SharedKeywords" in bases else {}) | own
 
 
-@pytest.mark.slow
-def test_types() -> None:
-    """Calls that mypy is to accept; it checks this file."""
+# Calls that mypy, which checks this file, is to accept, and wrong ones that it is to refuse: it wants no idle comments.
+def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
+    out: Tensor = flash_attn_func(q, q, q)
+    pair: tuple[Tensor, Tensor] = flash_attn_func(q, q, q, return_lse=True)
+    wrong: Tensor = flash_attn_func(q, q, q, return_lse=True)  # type: ignore[assignment]
+    del wrong
+    out, lse, max_logits = flash_attn_func(q, q, q, return_lse=True, return_max_logits=True)
+    return out, pair[1] + lse + max_logits.sum(), flash_attn_func(q, q, q, return_lse=flag)
 
-    def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
-        out: Tensor = flash_attn_func(q, q, q)
-        pair: tuple[Tensor, Tensor] = flash_attn_func(q, q, q, return_lse=True)
-        wrong: Tensor = flash_attn_func(q, q, q, return_lse=True)  # type: ignore[assignment]
-        del wrong
-        out, lse, max_logits = flash_attn_func(q, q, q, return_lse=True, return_max_logits=True)
-        return out, pair[1] + lse + max_logits.sum(), flash_attn_func(q, q, q, return_lse=flag)
 
-    def packed(q: Tensor, cu: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
-        out: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
-        pair: tuple[Tensor, Tensor] = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)
-        wrong: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)  # type: ignore[assignment]
-        del wrong
-        return out, pair[1], flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=flag)
-
-    assert callable(dense)
-    assert callable(packed)
+def packed(q: Tensor, cu: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, ...]]:
+    out: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
+    pair: tuple[Tensor, Tensor] = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)
+    wrong: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)  # type: ignore[assignment]
+    del wrong
+    return out, pair[1], flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=flag)

@@ -131,9 +131,9 @@ def inputs(device: str, *, grad: bool = True) -> Results:
     return [x.requires_grad_(grad) for x in made]
 
 
-def results(thing: Thing, made: Any, device: str) -> Results:
-    """Out and the gradients."""
-    x = inputs(device)
+def results(thing: Thing, made: Any, device: str, x: Results | None = None) -> Results:
+    """Out and the gradients of q, k and v, new ones if none are given."""
+    x = inputs(device) if x is None else x
     out = thing.call(made, x)
     return [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
 
@@ -153,6 +153,11 @@ def check(thing: Thing, found: Results, device: str) -> None:
         torch.cuda.synchronize(device)
     for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected(thing.name, device), strict=True):
         assert torch.equal(one.cpu(), other.cpu()), f"{thing.name}: {name} differs"
+
+
+def check_made(thing: Thing, made: Any, device: str) -> None:
+    """Its results are those of a new thing."""
+    check(thing, results(thing, made, device), device)
 
 
 def tensors_kept(made: Any) -> list[Tensor]:
