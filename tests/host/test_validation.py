@@ -5,6 +5,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.problem import lengths
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Feature, Options
 from flash_attn_cute.runtime import settings
+from flash_attn_cute.score_statistics import column_sums
 from tests.lib.refusals import assert_refused, pairs, refusals
 
 
@@ -359,21 +361,35 @@ def test_max_seqlen_may_stay_on_the_device() -> None:
 
 
 @pytest.mark.usefixtures("_settings_reread")
-def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLASH_ATTN_CUTE_CHECK=1 verifies the offsets before the backend runs."""
-
-    class Unreachable(PortableBackend):
-        def forward(self, spec: Any, inputs: Any) -> Any:
-            raise AssertionError("launched")
-
-    monkeypatch.setitem(dispatch.BACKENDS, "portable", Unreachable())
-    call = change(packed(), {"cu_seqlens_q": int32(0, 11, 10)})
+@pytest.mark.parametrize(
+    ("function", "call", "said"),
+    [
+        (flash_attn_varlen_func, packed() | {"cu_seqlens_q": int32(0, 11, 10)}, "cu_seqlens_q: expected offsets that"),
+        (
+            flash_attn_func,
+            dense() | {"seqused_k": int32(3, 9)},
+            "seqused_k: expected 0 to 8 rows for sequence 1, got 9",
+        ),
+        (
+            column_sums,
+            {"q": dense()["q"], "k": dense()["k"], "lse": torch.zeros(2, 4, 6), "seqused_q": int32(7, 3)},
+            "seqused_q: expected 0 to 6 rows for sequence 0, got 7",
+        ),
+    ],
+)
+def test_check_variable(function: Any, call: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASH_ATTN_CUTE_CHECK=1 verifies offsets and lengths before the backend runs."""
+    backend = PortableBackend()
+    monkeypatch.setitem(dispatch.BACKENDS, "portable", backend)
+    for name in ("forward", "column_sums"):
+        monkeypatch.setattr(backend, name, mock.Mock(side_effect=AssertionError("launched")), raising=False)
+    monkeypatch.setattr(backend, "has_column_sums", True, raising=False)
     with pytest.raises(AssertionError, match="launched"):
-        flash_attn_varlen_func(**call)
+        function(**call)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
     settings.check_data.cache_clear()
-    with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
-        flash_attn_varlen_func(**call)
+    with pytest.raises(ValueError, match=said):
+        function(**call)
 
 
 @pytest.mark.parametrize(
