@@ -1,7 +1,4 @@
-"""State that outlives a call: each kept thing in each situation gives what a new one gives in none.
-
-``python -m tests.host.test_kept`` writes the table of things and situations into CONTRIBUTING.md.
-"""
+"""State that outlives a call: each kept thing in each situation gives what a new one gives in none."""
 
 import copy
 import gc
@@ -13,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +39,6 @@ from tests.lib.kept_things import (
     results,
     tensors_kept,
 )
-
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -623,33 +617,3 @@ def test_other_looks_of_one_address() -> None:
         own = x.clone()
         new, _ = BY_NAME["documents"].on("cpu")
         assert torch.equal(flash_attn_func(x, x, x, block_mask=made), flash_attn_func(own, own, own, block_mask=new))
-
-
-def table() -> str:
-    """The devices on which tests have situations, the things that they leave out, and the situations."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for situation, (devices, names) in SITUATIONS.items():
-        tested = ", ".join("GPU" if device == "cuda" else "CPU" for device in devices)
-        others = ", ".join(thing.name for thing in THINGS if thing.name not in names)
-        rows.setdefault((tested, others), []).append(situation.__name__.replace("_", " "))
-    lines = ["| on | all things but | situations |", "|---|---|---|"]
-    lines += [f"| {' | '.join(key)} | {', '.join(situations)} |" for key, situations in rows.items()]
-    return "\n".join([f"Things: {', '.join(thing.name for thing in THINGS)}.", "", *lines])
-
-
-def page_with(new: str) -> str:
-    """The page with another table between its marks."""
-    before, _, rest = PAGE.read_text().partition(f"{BEGIN}\n")
-    _, _, after = rest.partition(f"\n{END}")
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
-
-
-BEGIN, END = "<!-- kept: written by python -m tests.host.test_kept -->", "<!-- end of kept -->"
-
-
-def test_the_table_is_current() -> None:
-    assert page_with(table()) == PAGE.read_text(), "run python -m tests.host.test_kept"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page_with(table()))
