@@ -15,9 +15,10 @@ from tests.lib.turns import write_order
 LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]
 
 
-def columns_of(
-    made: Made, launch: Tensor, block_q: int, block_k: int = TILE
-) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+Columns = dict[tuple[int, int, int], list[tuple[int, int, int]]]
+
+
+def columns_of(made: Made, launch: Tensor, block_q: int, block_k: int) -> Columns:
     """Expected entries of columns, from all scores: query block, 1 if it is full, and turn."""
     shown = made.shown
     batch, heads, seqlen_q, seqlen_k = shown.shape
@@ -27,11 +28,31 @@ def columns_of(
     blocks = whole.unflatten(3, (blocks_k, block_k)).unflatten(2, (blocks_q, block_q))
     visible, full = blocks.any(5).any(3), blocks.all(5).all(3)
     turns = write_order(visible, launch)
-    expected: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    expected: Columns = {}
     for b, h, n in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks_k))).tolist():
         attending = visible[b, h, :, n].nonzero().flatten().tolist()
         expected[b, h, n] = [(m, int(full[b, h, m, n]), int(turns[b, h, m, n])) for m in attending]
     return expected
+
+
+def check_columns(
+    found: Columns, made: Made, launch: Tensor, blocks: tuple[int, int], tiles: Tensor, adding: Tensor
+) -> None:
+    """Compares entries and their bits with all scores; ``adding`` counts the tiles that add to each query block."""
+    block_q, block_k = blocks
+    counted = torch.zeros_like(adding)
+    expected = columns_of(made, launch, block_q, block_k)
+    assert found.keys() == expected.keys()
+    for (b, h, n), entries in found.items():
+        assert [(m, int(code == -1), turn) for m, code, turn in entries] == expected[b, h, n]
+        for m, code, _ in entries:
+            counted[b, h, m] += 1
+            rows, columns = (slice(x * block, (x + 1) * block) for x, block in ((m, block_q), (n, block_k)))
+            real = made.shown[b, h, rows, columns]
+            bits = torch.ones(TILE, TILE, dtype=torch.bool) if code == -1 else bits_of(tiles[code])
+            part = bits[rows.start % TILE :, columns.start % TILE :][: real.shape[0], : real.shape[1]]
+            assert torch.equal(part, real)
+    assert torch.equal(adding, counted)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -59,30 +80,8 @@ def test_columns_and_turns(seed: int) -> None:
         for real, sees in zip(tables.real, (shown.any(3), shown.any(2)), strict=True):
             assert real.shape == (mask.batch, sees.shape[2])
             assert not (sees.any(1) & ~real).any()
-    for block_q in (64, 128):
-        expected = columns_of(made, launch, block_q)
-        found = columns_spelled_out(tables, block_q)
-        assert found.keys() == expected.keys()
-        for (b, h, n), entries in found.items():
-            for m, tile, _ in entries:
-                part = torch.ones(block_q, TILE, dtype=torch.bool)
-                if tile >= 0:
-                    first = m * block_q % TILE
-                    part = bits_of(tables.rows.tiles[tile])[first : first + block_q]
-                real = shown[b, h, m * block_q : (m + 1) * block_q, n * TILE : (n + 1) * TILE]
-                assert torch.equal(part[: real.shape[0], : real.shape[1]], real)
-            assert [(m, int(tile == -1), turn) for m, tile, turn in entries] == expected[b, h, n]
-    rows = tables.rows.spans[..., 1]
-    adding = torch.zeros_like(tables.columns.contributors)
-    for (b, h, _), entries in columns_spelled_out(tables, 64).items():
-        for m, _, _ in entries:
-            adding[b, h, m] += 1
-    assert torch.equal(tables.columns.contributors, adding)
-    adding = torch.zeros_like(rows)
-    for (b, h, _), entries in columns_spelled_out(tables, 128).items():
-        for m, _, _ in entries:
-            adding[b, h, m] += 1
-    assert torch.equal(rows, adding)
+    for block_q, adding in ((64, tables.columns.contributors), (128, tables.rows.spans[..., 1])):
+        check_columns(columns_spelled_out(tables, block_q), made, launch, (block_q, TILE), tables.rows.tiles, adding)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -111,20 +110,12 @@ def test_columns_of_half_blocks(seed: int) -> None:
     assert tables.has_half_columns
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in halves)
     assert torch.equal(halves.order.expand(1, heads, -1), kept.int().expand(1, heads, -1))
-    adding = torch.zeros_like(halves.contributors)
-    for (b, h, n), expected in columns_of(Made(mask, shown), kept, HALF, HALF).items():
+    found: Columns = {}
+    for b, h, n in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks_k))).tolist():
         start, count = halves.spans[0, b, h, n].tolist()
-        found = halves.entries[start : start + count].tolist()
-        assert [(m, int(code == -1), turn) for m, code, turn in found] == expected
-        for m, code, _ in found:
-            adding[b, h, m] += 1
-            if code >= 0:
-                first = m * HALF % TILE, n * HALF % TILE
-                part = bits_of(tables.rows.tiles[code])[first[0] : first[0] + HALF, first[1] : first[1] + HALF]
-                real = shown[b, h, m * HALF : (m + 1) * HALF, n * HALF : (n + 1) * HALF]
-                assert torch.equal(part[: real.shape[0], : real.shape[1]], real)
-    assert torch.equal(halves.contributors, adding)
-    assert len(halves.entries) == adding.sum()
+        found[b, h, n] = [(m, code, turn) for m, code, turn in halves.entries[start : start + count].tolist()]
+    check_columns(found, Made(mask, shown), kept, (HALF, HALF), tables.rows.tiles, halves.contributors)
+    assert len(halves.entries) == halves.contributors.sum()
 
 
 @pytest.mark.parametrize("order", ["default", "spt"])
