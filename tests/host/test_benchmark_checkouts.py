@@ -93,24 +93,6 @@ def test_command_line_of_two_checkouts(
     assert {times for _, _, times in asked} == {1, 4}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: old"),
-        (["{tmp_path}"], "argument old: expected a folder that has the package, got "),
-        (["{old}", "{tmp_path}"], "argument new: expected a folder that has the package, got "),
-        (["{old}", "--cases", "16x127"], "argument --cases: no row matches '16x127'"),
-    ],
-)
-@pytest.mark.usefixtures("asked")
-def test_command_lines_of_two_checkouts_that_are_refused(
-    arguments: list[str], message: str, checkouts: Checkouts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        trees.main([argument.format(tmp_path=tmp_path, old=checkouts[0]) for argument in arguments])
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("module", ["trees", "report", "harness", "work", "suites/attention"])
 def test_processes_of_older_checkouts_find_what_they_import(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import this checkout's benchmarks beside a package that need not have the types of arguments."""

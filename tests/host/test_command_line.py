@@ -58,6 +58,14 @@ benchmarks.gradient_errors --only x
     argument --only: expected with --kernels
 benchmarks.training_curve --steps 0
     argument --steps: expected a number, 1 or more, got '0'
+benchmarks.trees
+    the following arguments are required: old
+benchmarks.trees /dev
+    argument old: expected a folder that has the package, got
+benchmarks.trees ROOT /dev
+    argument new: expected a folder that has the package, got
+benchmarks.trees ROOT --cases 16x127
+    argument --cases: no row matches '16x127'
 lab.bugs nope
     unrecognized arguments: nope
 lab.emulator -- FILE.py
@@ -103,7 +111,7 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    module, *arguments = command.split()
+    module, *arguments = command.replace("ROOT", str(prose.ROOT)).split()
     with pytest.raises(SystemExit) as stopped:
         _main_of(module)(arguments)
     assert stopped.value.code == 2
