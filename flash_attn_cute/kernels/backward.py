@@ -11,34 +11,21 @@ NUM_RANGES = 5  # numbers of a tile of keys that fixed point needs (``common.fix
 
 
 class MaskSizes(NamedTuple):
-    """Sizes of the tables that a backward pass makes of a mask."""
+    """Sizes of the tables that a backward pass makes of a mask, for each set of batch entries and heads with a list."""
 
-    sets: Any  # of batch entries and heads that do not see alike
-    rows: Any  # blocks of queries of a set that do not see alike
-    m_blocks: Any  # of queries a set
+    m_blocks: Any  # of queries
     blocks: Any  # of keys that a query can see
-    key_tiles: Any  # a set
-
-
-class CellSizes(NamedTuple):
-    """Sizes of the tables of cells of dS (``common.ds_cells``)."""
-
-    rows: Any  # blocks of queries that do not see alike
-    heads: Any  # of all batch entries
-    tile_heads: Any  # the same, but for those that share tiles of keys
-    chunks: Any
-    num: Any  # of cells
+    key_tiles: Any
 
 
 class PassSizes(NamedTuple):
     """Sizes of a backward pass: ints, or the kernels' Int32."""
 
+    numbers: Any  # ``arguments.BackwardNumbers``
+    batch: Any  # entries of a dense batch
     heads: Any  # of queries
-    num_m_blocks: Any  # blocks of queries a head
     heads_k: Any
-    num_n_blocks: Any  # tiles of keys a head
     mask: MaskSizes | None = None
-    cells: CellSizes | None = None  # None where dQ is summed in the workspace
 
 
 class BackwardSizes:
@@ -83,20 +70,21 @@ class BackwardSizes:
 
     def parts(self, sizes: PassSizes) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes."""
-        heads, num_m_blocks, heads_k, num_n_blocks, mask, cells = sizes
+        n, batch, heads, heads_k, mask = sizes
+        num_m_blocks, num_n_blocks = n.num_m_blocks, n.num_n_blocks
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {"mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m)}
-        if cells is None:
+        if not self.stores_dS:
             parts["mdQaccum"] = heads, num_m_blocks, self.tile_m * self.tile_d
-        else:
+        else:  # ``common.ds_cells``
             parts |= {
                 "mCells": (heads, num_m_blocks),
-                "mRowCells": (cells.rows,),
-                "mHeadCells": (cells.heads,),
-                "mTileHeadsCells": (cells.tile_heads,),
-                "mChunks": (cells.chunks + 1,),
-                "mCellKeys": (cells.num,),
-                "mdS": (cells.num, CELL_NUMBERS),
+                "mRowCells": (n.lists_batch * n.lists_heads * n.lists_tiles,),
+                "mHeadCells": (batch * heads,),
+                "mTileHeadsCells": (batch * heads // n.heads_a_tile,),
+                "mChunks": (n.num_chunks + 1,),
+                "mCellKeys": (n.num_cells,),
+                "mdS": (n.num_cells, CELL_NUMBERS),
             }
         if self.counts_additions:
             parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks
@@ -104,12 +92,13 @@ class BackwardSizes:
             parts["mRanges"] = NUM_RANGES, heads_k, num_n_blocks
             parts["mHeads"] = 3, heads_k, num_n_blocks
         if mask is not None:
-            rows = mask.sets * mask.rows
+            sets = n.lists_batch * n.lists_heads
+            rows = sets * n.lists_tiles
             parts |= self.mask_tile.parts(rows, mask.blocks)
             parts["mOrder"] = rows, mask.blocks
             parts["mAdding"] = (rows,)
-            parts["mLists"] = mask.sets * mask.key_tiles, 2
-            parts["mEntries"] = mask.sets * mask.blocks * mask.m_blocks, 3
+            parts["mLists"] = sets * mask.key_tiles, 2
+            parts["mEntries"] = sets * mask.blocks * mask.m_blocks, 3
         if self.features.grouped:
             parts["mSemaphoresK"] = semaphores_k, heads_k, num_n_blocks
             parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d

@@ -20,7 +20,7 @@ from flash_attn_cute.backends.cute.plan import (
     plan_forward,
     rounded_up,
 )
-from flash_attn_cute.kernels.backward import CELL_NUMBERS, CellSizes, PassSizes
+from flash_attn_cute.kernels.backward import CELL_NUMBERS, PassSizes
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm90.backward.backward_config import (
@@ -226,7 +226,7 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
     planned = plan_backward(SM90, spec, shapes, 132)
     blocks_q, blocks_k = planned.numbers.num_m_blocks, planned.numbers.num_n_blocks
-    parts = planned.config.parts(PassSizes(nheads, blocks_q, 2, blocks_k))
+    parts = planned.config.parts(PassSizes(planned.numbers, shapes.q[0], nheads, 2))
     assert next(iter(parts.items())) == ("mStats", (2, nheads, blocks_q, planned.config.tile_m))
     used = {name: 4 * math.prod(shape) for name, shape in parts.items()}
     assert ("mdKVaccum" in used) == (nheads > 2)
@@ -338,7 +338,7 @@ def test_chunks_of_heads_have_room(seed: int) -> None:
         assert entries > 3 << 17
         assert 2 * together * of_head > 3 << 17
         return
-    cells = planned.config.parts(PassSizes(1, 0, 0, 0, cells=CellSizes(0, 0, 0, 0, n.num_cells)))["mdS"][0]
+    cells = planned.config.parts(PassSizes(n, batch, nheads, nheads_k))["mdS"][0]
     assert cells <= 3 << 17
     of_tiles = [sum(seen[i : i + together]) for i in range(0, len(seen), together)]
     starts = [0, *itertools.accumulate(of_tiles)]

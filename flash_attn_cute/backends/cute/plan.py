@@ -18,7 +18,7 @@ from flash_attn_cute.kernels.arguments import (
     described,
     workspace_bytes,
 )
-from flash_attn_cute.kernels.backward import CellSizes, MaskSizes, PassSizes
+from flash_attn_cute.kernels.backward import MaskSizes, PassSizes
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.problem.block_tables import ANY_NUMBER, most_with_half_columns
@@ -292,12 +292,8 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     mask = None
     if spec.has_mask:
         blocks = shapes.scores.mask_blocks(config.tile_n)
-        sets = sharing[0] * sharing[1]
-        mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
-    cells = None
-    if chunks is not None:
-        cells = CellSizes(math.prod(sharing), spec.nheads * shapes.q[0], heads, numbers.num_chunks, numbers.num_cells)
-    sizes = PassSizes(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, cells)
+        mask = MaskSizes(tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
+    sizes = PassSizes(numbers, shapes.q[0], spec.nheads, spec.nheads_k, mask)
     return Plan(config, numbers, config.workspace_size(sizes, shares=shares))
 
 

@@ -26,10 +26,9 @@ def mask_sizes(config: Any, a: BackwardArguments) -> MaskSizes | None:
     """Sizes of the tables of a mask; None without a mask."""
     if not config.features.mask:
         return None
-    sharing, blocks = Sharing.of(a.numbers), num_blocks(a.mMask, config.tile_n)
-    packed = config.features.packed
+    packed, blocks = config.features.packed, num_blocks(a.mMask, config.tile_n)
     m_blocks = a.numbers.num_m_blocks if packed else cute.ceil_div(a.mQ.shape[1], config.tile_m)
-    return MaskSizes(sharing.sets, sharing.tiles, m_blocks, blocks, a.numbers.num_n_blocks if packed else blocks)
+    return MaskSizes(m_blocks, blocks, a.numbers.num_n_blocks if packed else blocks)
 
 
 @cute.jit
@@ -103,7 +102,7 @@ class KeyLists:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
-        grid = cute.ceil_div(self._tiles_a_set(a) * mask_sizes(self.config, a).sets, _WARPS)
+        grid = cute.ceil_div(self._tiles_a_set(a) * Sharing.of(a.numbers).sets, _WARPS)
         self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
     def _tiles_a_set(self, a: BackwardArguments) -> Int32:
@@ -115,12 +114,12 @@ class KeyLists:
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
         c, sizes, sharing = self.config, mask_sizes(self.config, a), Sharing.of(a.numbers)
-        index, _, _ = cute.arch.block_idx()
+        sets, (index, _, _) = sharing.sets, cute.arch.block_idx()
         index = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane, tiles_a_set = cute.arch.lane_idx(), self._tiles_a_set(a)
         which = index // tiles_a_set
         tile, block, first_block, num = index % tiles_a_set, Int32(0), Int32(0), Int32(0)
-        if which < sizes.sets:
+        if which < sets:
             if const_expr(c.features.packed):
                 order = tiles.Order(last_first=False)
                 work, _ = tiles.row_tile(tile, a.mK, 1, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
-from flash_attn_cute.kernels.backward import CellSizes, MaskSizes, PassSizes
+from flash_attn_cute.kernels.backward import MaskSizes, PassSizes
 
 _SUMS = "mStats", "mdQaccum", "mdKVaccum", "mRanges", "mHeads"  # parts of a backward pass's workspace that are float32
 
@@ -81,12 +81,7 @@ class Workspace(NamedTuple):
     @staticmethod
     def of(config: Any, a: BackwardArguments, mask: MaskSizes | None) -> "Workspace":
         """Workspace of a pass; ``mask`` are sizes of a mask's tables."""
-        n = a.numbers
-        cells = None
-        if config.stores_dS:
-            rows, heads = n.lists_batch * n.lists_heads * n.lists_tiles, a.mQ.shape[0] * a.mQ.shape[2]
-            cells = CellSizes(rows, heads, heads // n.heads_a_tile, n.num_chunks, n.num_cells)
-        sizes = PassSizes(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, mask, cells)
+        sizes = PassSizes(a.numbers, a.mQ.shape[0], a.mQ.shape[-2], a.mK.shape[-2], mask)
         given = carved(a.mWorkspace, config.parts(sizes), lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))
 
