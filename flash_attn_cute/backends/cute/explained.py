@@ -56,12 +56,7 @@ class PassPlan(NamedTuple):
         compiled = ", ".join(f"{field} = {value}" for field, value in config.items())
         given = {field: value for field, value in self.numbers._asdict().items() if value is not None}
         numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
-        lines = [
-            ", ".join(parts),
-            f"compiled: {compiled}",
-            f"features: {flags or 'none'}",
-            f"given: {numbers}",
-        ]
+        lines = [", ".join(parts), f"compiled: {compiled}", f"features: {flags or 'none'}", f"given: {numbers}"]
         return "\n    ".join(lines)
 
 

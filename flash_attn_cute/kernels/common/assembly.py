@@ -121,16 +121,9 @@ def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32) -> 
     assembly(None, [address, a, b, c, d], text, "l,f,f,f,f", True)
 
 
-def raise_signed(address: Int64, x: Int32) -> None:
-    """Raises a signed integer in global memory to another one, if that is larger, atomically."""
-    text = "red.relaxed.gpu.global.max.s32 [$0], $1;"
-    assembly(None, [address, x], text, "l,r", True)
-
-
-def reduce_unsigned(address: Int64, x: Int32) -> None:
-    """Reduces an unsigned integer in global memory to another one, if that is smaller, atomically."""
-    text = "red.relaxed.gpu.global.min.u32 [$0], $1;"
-    assembly(None, [address, x], text, "l,r", True)
+def replace_by_extremum(operation: str, address: Int64, x: Int32) -> None:
+    """Makes an integer in global memory its "max.s32" or "min.u32" with another one, atomically."""
+    assembly(None, [address, x], f"red.relaxed.gpu.global.{operation} [$0], $1;", "l,r", True)
 
 
 def add_from_shared(address: Int64, source: Pointer, num_bytes: int) -> None:

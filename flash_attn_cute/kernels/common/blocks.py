@@ -69,12 +69,7 @@ class Blocks:
     @staticmethod
     @cute.jit
     def of(
-        first_row: Int32,
-        num_rows: Int32,
-        seqlen: Int32,
-        window: Window,
-        tile: Constexpr,
-        direction: Constexpr | Int32 = 1,
+        first_row: Int32, num_rows: Int32, seqlen: Int32, window: Window, tile: Constexpr, direction: Int32 | int = 1
     ) -> "Blocks":
         """The blocks of ``tile`` columns that a range of rows attends to, out of ``seqlen`` columns.
 

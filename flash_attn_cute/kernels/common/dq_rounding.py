@@ -21,11 +21,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 
 @cute.jit
 def round_blocks(
-    config: Constexpr,
-    a: BackwardArguments,
-    ws: Workspace,
-    warps: Constexpr,
-    round_block: Constexpr,
+    config: Constexpr, a: BackwardArguments, ws: Workspace, warps: Constexpr, round_block: Constexpr
 ) -> None:
     """Rounds blocks until none is left, by a converged warp, of so many ``warps`` of a CTA.
 

@@ -127,11 +127,8 @@ class KeyLists:
                 if work.batch >= 0:
                     q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
                     first_block = packed_block(q.start, work.batch, c.tile_m)
-                    num = (
-                        cute.ceil_div(cutlass.max(q.length, 0), c.tile_m)
-                        if block >= 0 and block < sizes.blocks
-                        else Int32(0)
-                    )
+                    is_seen = block >= 0 and block < sizes.blocks
+                    num = cute.ceil_div(cutlass.max(q.length, 0), c.tile_m) if is_seen else Int32(0)
                     tile = work.block
             else:
                 block, num = tile, sizes.m_blocks

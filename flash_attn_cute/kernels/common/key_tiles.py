@@ -194,9 +194,8 @@ class WorkTileBroadcast:
     def has_tile(self, tile_idx: Int32) -> Boolean:
         """Waits for the producer. Returns whether it published a tile, and not the end."""
         self.tiles.wait_full(tile_idx)  # from the producer
-        return (
-            self.tile_fields[_START, self.tiles.stage(tile_idx)] < self.tile_fields[_STOP, self.tiles.stage(tile_idx)]
-        )
+        start, stop = (self.tile_fields[i, self.tiles.stage(tile_idx)] for i in (_START, _STOP))
+        return start < stop
 
 
 def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:

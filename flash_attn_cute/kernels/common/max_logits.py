@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from flash_attn_cute.kernels.common.assembly import raise_signed, reduce_unsigned
+from flash_attn_cute.kernels.common.assembly import replace_by_extremum
 from flash_attn_cute.kernels.common.score import LN2
 
 
@@ -34,9 +34,9 @@ def raise_max_logit(mMaxLogits: cute.Tensor, head: Int32, logit: Float32) -> Non
     """
     address, bits = (mMaxLogits.iterator + head).toint(), logit.bitcast(Int32)
     if bits >= 0:
-        raise_signed(address, bits)
+        replace_by_extremum("max.s32", address, bits)
     else:
-        reduce_unsigned(address, bits)
+        replace_by_extremum("min.u32", address, bits)
 
 
 @cute.jit

@@ -69,28 +69,19 @@ class RowsOfScores:
 class SharedBias:
     """Tiles of a bias in stages of shared memory. Each loading thread arrives once to fill a stage."""
 
+    # A tile's ``bias_rows`` are ``bias_pitch`` bytes apart, 0 if they do not come through shared memory. One row of a
+    # uniform bias is copied, and read for all.
+    config: Constexpr
     tensors: ScoreTensors | None
     ring: Ring
     place: cute.Pointer
-    tile_rows: Constexpr
-    pitch: Constexpr  # from row to row; 0 if it does not come through shared memory
     threads: Constexpr  # that load
-    paired: Constexpr  # whether two elements from an even column on lie in an aligned word
-    uniform: Constexpr  # whether it is the same for all queries: one row is copied, and read for all
 
     @staticmethod
     def of(config: Any, a: Any, memory: SharedMemory, storage: Any) -> "SharedBias":
         """Tiles of a CTA, on the device: the pipeline ``bias`` and the buffer ``sBias`` of its schedule."""
-        return SharedBias(
-            tensors=ScoreTensors.of(config.features, a),
-            ring=memory.ring(storage, "bias"),
-            place=storage.sBias.data_ptr(),
-            tile_rows=config.bias_rows,
-            pitch=config.bias_pitch,
-            threads=memory.schedule.pipeline("bias").full_count,
-            paired=config.features.paired_bias,
-            uniform=config.features.uniform_bias,
-        )
+        ring, threads = memory.ring(storage, "bias"), memory.schedule.pipeline("bias").full_count
+        return SharedBias(config, ScoreTensors.of(config.features, a), ring, storage.sBias.data_ptr(), threads)
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
@@ -99,7 +90,7 @@ class SharedBias:
         mX = self.tensors.bias
         gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
         num_rows = rows.num * rows.heads_a_row
-        if const_expr(self.uniform and rows.heads_a_row == 1):
+        if const_expr(self.config.features.uniform_bias and rows.heads_a_row == 1):
             num_rows = cutlass.min(num_rows, 1)
         num_bytes = num_columns * (mX.element_type.width // 8)
         # Rows that are a multiple of eight apart begin alike within a vector: from one to the next by addition.
@@ -112,17 +103,17 @@ class SharedBias:
             start = (rows.of(gX, row).iterator + first_column).toint()
             shift = Int32(start & (VECTOR - 1))
             source, stop = start - shift + within, shift + num_bytes - within
-            target = self._tile(step) + row * self.pitch + within
+            target = self._tile(step) + row * self.config.bias_pitch + within
             for i in cutlass.range(row, num_rows, apart, unroll=1):
                 if const_expr(rows.heads_a_row > 1):  # rows are of heads in turn
                     start = (rows.of(gX, i).iterator + first_column).toint()
                     shift = Int32(start & (VECTOR - 1))
                     source, stop = start - shift + within, shift + num_bytes - within
-                for j in cutlass.range_constexpr(-(-self.pitch // (VECTOR * _THREADS_A_ROW))):
+                for j in cutlass.range_constexpr(-(-self.config.bias_pitch // (VECTOR * _THREADS_A_ROW))):
                     offset = j * VECTOR * _THREADS_A_ROW
                     if offset < stop:
                         copy_vector(target + offset, source + offset)
-                source, target = source + between, target + apart * self.pitch
+                source, target = source + between, target + apart * self.config.bias_pitch
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
     @cute.jit
@@ -181,11 +172,11 @@ class SharedBias:
     def shared_row(self, step: Int32) -> cute.Tensor:
         """The float32 row of a step, which ``load_row`` stores: (column,), and the reference behind the block's."""
         pointer = cute.make_ptr(Float32, self._tile(step), cute.AddressSpace.smem, assumed_align=VECTOR)
-        return cute.make_tensor(pointer, cute.make_layout(self.pitch // 4))
+        return cute.make_tensor(pointer, cute.make_layout(self.config.bias_pitch // 4))
 
     def _tile(self, step: Int32) -> Int32:
         """Address of a step's tile in shared memory."""
-        return Int32(self.place.toint()) + self.ring.stage(step) * (self.tile_rows * self.pitch)
+        return Int32(self.place.toint()) + self.ring.stage(step) * (self.config.bias_rows * self.config.bias_pitch)
 
     @cute.jit
     def row(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
@@ -201,13 +192,13 @@ class SharedBias:
         mX = self.tensors.bias
         size = mX.element_type.width // 8
         gX = self.tensors.of_sequence(mX, rows.q, rows.batch)
-        row = Int32(0) if const_expr(self.uniform and rows.heads_a_row == 1) else row
+        row = Int32(0) if const_expr(self.config.features.uniform_bias and rows.heads_a_row == 1) else row
         shift = Int32(rows.of(gX, row).iterator.toint() & (VECTOR - 1))
         pointer: Any = cute.make_ptr(
             mX.element_type,
-            self._tile(step) + shift + column * size + row * self.pitch,
+            self._tile(step) + shift + column * size + row * self.config.bias_pitch,
             cute.AddressSpace.smem,
-            assumed_align=2 * size if self.paired else size,
+            assumed_align=2 * size if self.config.features.paired_bias else size,
         )
-        apart = 0 if const_expr(self.uniform) else 8 * self.pitch // size
-        return cute.make_tensor(pointer, cute.make_layout((8, self.pitch // size), stride=(apart, 1)))
+        apart = 0 if const_expr(self.config.features.uniform_bias) else 8 * self.config.bias_pitch // size
+        return cute.make_tensor(pointer, cute.make_layout((8, self.config.bias_pitch // size), stride=(apart, 1)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionBackwardArguments
 from flash_attn_cute.kernels.common.lengths import rows_of
@@ -143,36 +143,29 @@ class SelectionKeyGradients:
         first = batch * units + head * of_head - n.first_unit
         for unit_idx in cutlass.range(cutlass.max(first, 0), cutlass.min(first + of_head, n.num_units), unroll=1):
             unit = SelectedUnit.of(c, a, unit_idx)
-            start, stop = tables.mItemSpans[unit.set, column], tables.mItemSpans[unit.set, column + 1]
-            if start < stop:
-                fields = tables.mItems[unit.set, start, None]
+            items = tables.mItemSpans[unit.set, column], tables.mItemSpans[unit.set, column + 1]
+            if items[0] < items[1]:
+                fields = tables.mItems[unit.set, items[0], None]
                 sequence, first_key = fields[2], fields[3]
                 k = rows_of(a.mK, a.mCuSeqlensK, None, sequence)  # to rows of padding items add zeros
                 rows = cutlass.min(k.length - first_key, c.tile_n)
                 for mX, mSums, scale in ((mdK, a.mdK, n.softmax_scale), (mdV, a.mdV, Float32(1.0))):
                     sums = rows_first(mSums, c.features.packed)[None, None, head, batch]
                     sums = cute.domain_offset((k.start + first_key, 0), sums)
-                    self._add(mX[unit_idx, None, None], sums, start, stop, rows, scale, thread)
+                    self._add(mX[unit_idx, None, None], sums, items, rows, scale, thread)
 
     @cute.jit
     def _add(
-        self,
-        parts: cute.Tensor,
-        sums: cute.Tensor,
-        start: Int32,
-        stop: Int32,
-        rows: Int32,
-        scale: Float32,
-        thread: Int32,
+        self, parts: cute.Tensor, sums: cute.Tensor, items: Constexpr, rows: Int32, scale: Float32, thread: Int32
     ) -> None:
-        """Adds items start .. stop, times a scale, to the first so many rows of the sums (rows, d)."""
+        """Adds items, from a first one to one that is excluded, times a scale, to so many first rows of (rows, d)."""
         columns, of_item = parts.shape[1] // self.config.tile_n, self.config.sums_an_item
         for vector in cutlass.range(thread, parts.shape[1] // _FOUR, self.threads, unroll=1):
             row, column = vector * _FOUR // columns, vector * _FOUR % columns
             if row < rows and column < sums.shape[1]:
                 total = cute.make_rmem_tensor(_FOUR, Float32)
                 total.fill(0.0)
-                for part in cutlass.range(start * of_item, stop * of_item, unroll=4):
+                for part in cutlass.range(items[0] * of_item, items[1] * of_item, unroll=4):
                     add(total, cute.local_tile(parts[Int64(part), None], (_FOUR,), (vector,)))
                 target = cute.local_tile(sums[row, None], (_FOUR,), (column // _FOUR,))
                 for i in cutlass.range_constexpr(_FOUR):

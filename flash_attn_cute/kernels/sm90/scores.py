@@ -81,7 +81,8 @@ class SharedElements:
             shared.row(step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
             for r in range(cute.size(coordinates, mode=[0]))
         ]
-        self.paired, self.uniform = shared.paired, shared.uniform and rows.heads_a_row == 1
+        features = shared.config.features
+        self.paired, self.uniform = features.paired_bias, features.uniform_bias and rows.heads_a_row == 1
         self.pairs: dict[tuple[int, int], cute.Tensor] = {}
 
     def __call__(self, r: int, c: int) -> Any:
@@ -114,7 +115,7 @@ def bias_elements(
     ``first_row`` is the warpgroup's of the tile's ``rows``; ``clips_columns``: whether columns may be behind the
     sequence's end.
     """
-    if shared.pitch:
+    if shared.config.bias_pitch:
         return SharedElements(shared, step, rows, first_row, coordinates)
     return Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns)
 
@@ -295,7 +296,8 @@ class SharedTransposed:
         key, query = first_key + coordinates[0, 0][0], coordinates[0, 0][1]
         self.columns = range(cute.size(coordinates, mode=[1]))
         # A row of the tile, and eight further on the next that this thread reads: as one tensor.
-        self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(1 if shared.uniform else 2)]
+        num = 1 if shared.config.features.uniform_bias else 2
+        self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(num)]
 
     def __call__(self, r: int, c: int) -> Any:
         """Element of row r and column c."""
