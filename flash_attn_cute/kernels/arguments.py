@@ -15,8 +15,9 @@ Layouts, dense and packed (n sequences):
     mask, bias      (batch, heads, seqlen_q, seqlen_k)  (1, heads, total_q, max_seqlen_k)
 
 Out is like q with d_v, its residuals are likewise with a multiple of 32 of columns (``kernels.common.residuals``), and
-gradients are like what they are of. Mask and bias are views of the user's tensors, expanded by strides of 0. Those of a
-dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` has its rows.
+gradients are like what they are of. Mask and bias are views of the user's tensors, expanded by strides of 0; keys count
+from the start of each sequence. Those of a dense batch stay dense if the kernels get it packed: a slot of
+``rows_a_slot`` rows is an entry.
 """
 
 import math

@@ -85,11 +85,6 @@ class Pipeline:
         return sum(arrivals.count for arrivals in self.empty) or 1
 
     @property
-    def is_led(self) -> bool:
-        """Whether roles of other CTAs of a cluster arrive at the barriers of the first."""
-        return any(arrivals.ctas for arrivals in self.full + self.empty)
-
-    @property
     def arrive_counts(self) -> tuple[int, ...]:
         """Arrive counts of all barriers, in the order of their addresses: those of full stages, then of empty ones."""
         return (self.full_count,) * self.stages + (self.empty_count,) * (self.stages * self.has_empty)

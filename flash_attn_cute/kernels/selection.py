@@ -24,12 +24,6 @@ def num_columns(k_rows: int, block: int, num_sequences: int) -> int:
     return k_rows // block + num_sequences if num_sequences else -(-k_rows // block)
 
 
-def threads_of_rows(lanes: int) -> int:
-    """Threads of a CTA, at most 256: whole warps, and whole rows of so many threads."""
-    together = math.lcm(lanes, LANES)
-    return 256 // together * together
-
-
 class TableSizes(NamedTuple):
     """Sizes of the tables of a set of so many picks."""
 

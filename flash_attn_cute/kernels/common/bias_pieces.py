@@ -20,7 +20,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
-from flash_attn_cute.kernels.common.score_tensors import keys_of, scores_of
+from flash_attn_cute.kernels.common.score_tensors import entry_and_row, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved, packed_block
 from flash_attn_cute.kernels.schedule import PIECE_FIELDS, PIECE_STAGES
@@ -308,7 +308,7 @@ class PieceMap:
         """Place of a tile of ``sequence`` in the gradient: entry, first row, and the end of its sequence."""
         n, entry, first_row, last_row = a.numbers, batch, first_query, q.slot
         if const_expr(self.config.features.packed):
-            entry, offset = scores_of(True, n.rows_a_slot, q, batch)
+            entry, offset = entry_and_row(a, q, batch)
             first_row, last_row = first_row + offset, last_row + offset
         return entry if n.sums_batch == 0 else Int32(0), first_row, last_row
 

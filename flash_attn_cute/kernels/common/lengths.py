@@ -46,11 +46,6 @@ def rows_of(mX: cute.Tensor, mCuSeqlens: cute.Tensor | None, mSeqUsed: cute.Tens
         return SeqRows(start, real_rows(mSeqUsed, sequence, slot), slot)
 
 
-def sequence_of_row(mCuSeqlens: cute.Tensor, row: Int32, total: Int32) -> Int32:
-    """The packed sequence that a row of ``total`` belongs to: -1 before the first one, their number behind the last."""
-    return last_of(Int32(-1), mCuSeqlens.shape[0], lambda i: offset(mCuSeqlens, i, total) <= row)
-
-
 @cute.jit
 def last_of(low: Int32, high: Int32, holds: Constexpr) -> Int32:
     """The last number of low .. high for which ``holds``, which it does up to some number, ``low`` at least."""

@@ -20,7 +20,7 @@ from flash_attn_cute.kernels.arguments import BLOCK, BlockArguments, ForwardArgu
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import EMPTY, FULL, Sharing, Tables, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
+from flash_attn_cute.kernels.common.score_tensors import keys_of, part_of
 from flash_attn_cute.kernels.common.workspace import carved
 
 SEEN, ALL_SEEN = 0b0001, 0b0100  # of the kind of a half of the keys, for the first half of the queries
@@ -113,7 +113,7 @@ class MaskTiles(_Tiles):
         head, batch = which % sharing.heads, which // sharing.heads
         q, k, first_query, row = self.tile_of(a, tile, batch)
         if first_query < q.length:
-            gMask = ScoreTensors.of(self.config.features, a).of_sequence(a.mMask, q, batch)
+            gMask = part_of(a, a.mMask, q, batch)
             number = which * sharing.tiles + row
             t = self.tile
             thread, _, _ = cute.arch.thread_idx()

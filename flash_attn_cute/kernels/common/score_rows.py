@@ -24,7 +24,7 @@ from flash_attn_cute.kernels.common.assembly import copy_vector
 from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score_tensors import part_of
 from flash_attn_cute.kernels.common.softmax import LARGE
 from flash_attn_cute.kernels.common.storage import SharedMemory
 
@@ -72,7 +72,7 @@ class SharedBias:
     # A tile's ``bias_rows`` are ``bias_pitch`` bytes apart, 0 if they do not come through shared memory. One row of a
     # uniform bias is copied, and read for all.
     config: Constexpr
-    tensors: ScoreTensors | None
+    arguments: Any
     ring: Ring
     place: cute.Pointer
     threads: Constexpr  # that load
@@ -81,14 +81,14 @@ class SharedBias:
     def of(config: Any, a: Any, memory: SharedMemory, storage: Any) -> "SharedBias":
         """Tiles of a CTA, on the device: the pipeline ``bias`` and the buffer ``sBias`` of its schedule."""
         ring, threads = memory.ring(storage, "bias"), memory.schedule.pipeline("bias").full_count
-        return SharedBias(config, ScoreTensors.of(config.features, a), ring, storage.sBias.data_ptr(), threads)
+        return SharedBias(config, a, ring, storage.sBias.data_ptr(), threads)
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
         """Copies a tile, by all loading threads, when the stage is released."""
         self.ring.wait_empty(step)  # from the mma warps
-        mX = self.tensors.bias
-        gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
+        mX = self.arguments.mBias
+        gX, at_once = part_of(self.arguments, mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
         num_rows = rows.num * rows.heads_a_row
         if const_expr(self.config.features.uniform_bias and rows.heads_a_row == 1):
             num_rows = cutlass.min(num_rows, 1)
@@ -133,7 +133,7 @@ class SharedBias:
         are arbitrary. The scale is None if products are not added to the row. ``num_columns`` are those of the block
         that the sequence has.
         """
-        gRow = rows.of(self.tensors.of_sequence(self.tensors.bias, rows.q, rows.batch), Int32(0))
+        gRow = rows.of(part_of(self.arguments, self.arguments.mBias, rows.q, rows.batch), Int32(0))
         sRow = self.shared_row(step)
         columns, warps = cute.size(sRow) - VECTOR // 4, self.threads // 32
         lane, warp = thread % 32, thread // 32
@@ -179,19 +179,14 @@ class SharedBias:
         return Int32(self.place.toint()) + self.ring.stage(step) * (self.config.bias_rows * self.config.bias_pitch)
 
     @cute.jit
-    def row(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
-        """A row of a tile from ``column`` on, which is the first column of a block of keys."""
-        return self.rows_apart(step, rows, row, column)[0, None]
-
-    @cute.jit
     def rows_apart(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
         """Every eighth row of a tile from a row on, from a column on, as (row, column).
 
         Rows eight apart, and blocks of keys, begin at multiples of a vector.
         """
-        mX = self.tensors.bias
+        mX = self.arguments.mBias
         size = mX.element_type.width // 8
-        gX = self.tensors.of_sequence(mX, rows.q, rows.batch)
+        gX = part_of(self.arguments, mX, rows.q, rows.batch)
         row = Int32(0) if const_expr(self.config.features.uniform_bias and rows.heads_a_row == 1) else row
         shift = Int32(rows.of(gX, row).iterator.toint() & (VECTOR - 1))
         pointer: Any = cute.make_ptr(

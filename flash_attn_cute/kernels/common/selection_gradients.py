@@ -4,6 +4,7 @@ dQ is summed over the picks of a query, in the order of its blocks, and dK and d
 order of its queries. The order follows from the selection alone, so the bits are the same in every run.
 """
 
+import math
 from typing import Any
 
 import cutlass
@@ -16,9 +17,9 @@ from flash_attn_cute.kernels.common.picked_rows import VECTOR, PickedRows
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E
 from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTables
-from flash_attn_cute.kernels.selection import LANES, threads_of_rows
+from flash_attn_cute.kernels.selection import LANES
 
-_THREADS = 256  # of a CTA that computes lse and delta
+_THREADS = 256  # of a CTA, at the most
 _FOUR = 4  # columns of dK and dV of a thread at a time
 
 
@@ -118,7 +119,8 @@ class SelectionKeyGradients:
 
     def __init__(self, config: Any):
         self.config = config
-        self.threads = threads_of_rows(config.tile_d // _FOUR)
+        together = math.lcm(config.tile_d // _FOUR, LANES)  # whole rows, and whole warps
+        self.threads = _THREADS // together * together
 
     @cute.jit
     def __call__(

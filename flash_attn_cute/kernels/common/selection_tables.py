@@ -28,7 +28,7 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.lengths import SeqRows, last_of, rows_of, sequence_of_row
+from flash_attn_cute.kernels.common.lengths import SeqRows, last_of, offset, rows_of
 from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES, PICKS_AT_ONCE, table_parts
@@ -225,8 +225,9 @@ class PickChunks:
         features, columns, sequence = self.config.features, a.numbers.columns, Int32(0)
         is_real = Boolean(True)
         if const_expr(features.packed):
-            last = a.mCuSeqlensQ.shape[0] - 2
-            sequence = sequence_of_row(a.mCuSeqlensQ, row, a.mQ.shape[0])
+            offsets, last = a.mCuSeqlensQ, a.mCuSeqlensQ.shape[0] - 2
+            # It is -1 ahead of the first sequence, and one too many behind the last.
+            sequence = last_of(Int32(-1), offsets.shape[0], lambda i: offset(offsets, i, a.mQ.shape[0]) <= row)
             is_real = sequence >= 0 and sequence <= last
             sequence = cutlass.max(cutlass.min(sequence, last), 0)
         q, k = _rows_of(a, sequence)

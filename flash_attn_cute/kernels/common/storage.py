@@ -34,7 +34,7 @@ class SharedMemory:
 
     def ring(self, storage: Any, name: str) -> Ring:
         pipeline = self.schedule.pipeline(name)
-        kind = LedRing if pipeline.is_led else Ring
+        kind = LedRing if any(arrivals.ctas for arrivals in pipeline.full + pipeline.empty) else Ring
         first = self.schedule.barriers[f"{name}.full"].start // BARRIER_BYTES
         return kind(storage.barriers.data_ptr() + first, pipeline.stages, pipeline.num_bytes)
 

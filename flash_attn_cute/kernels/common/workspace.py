@@ -26,23 +26,17 @@ def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], d
     """
     tensors, place = {}, mWorkspace.iterator.toint()
     for name, shape in parts.items():
-        tensors[name], place = _part(dtype if isinstance(dtype, type) else dtype(name), place, shape)
+        row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
+        strides: list[Int64 | int] = [1]
+        for size in shape[:0:-1]:
+            static = isinstance(size, int) and isinstance(strides[0], int)
+            strides.insert(0, size * strides[0] if static else cute.assume(Int64(size) * strides[0], divby=row))
+        of_part = dtype if isinstance(dtype, type) else dtype(name)
+        pointer = cute.make_ptr(of_part, place, cute.AddressSpace.gmem, assumed_align=PART_ALIGN)
+        tensors[name] = cute.make_tensor(pointer, cute.make_layout(shape, stride=tuple(strides)))
+        num_bytes = Int64(shape[0]) * strides[0] * 4
+        place += (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN
     return tensors
-
-
-def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
-    """A compact part of the workspace, and the address of the next one. The first and last size may be constants."""
-    row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
-    strides: list[Int64 | int] = [1]
-    for size in shape[:0:-1]:
-        static = isinstance(size, int) and isinstance(strides[0], int)
-        strides.insert(0, size * strides[0] if static else cute.assume(Int64(size) * strides[0], divby=row))
-    part = cute.make_tensor(
-        cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=PART_ALIGN),
-        cute.make_layout(shape, stride=tuple(strides)),
-    )
-    num_bytes = Int64(shape[0]) * strides[0] * 4
-    return part, place + (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN
 
 
 class Workspace(NamedTuple):

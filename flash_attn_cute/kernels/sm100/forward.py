@@ -58,7 +58,7 @@ from flash_attn_cute.kernels.common.main_kernels import ForwardKernel, ForwardMm
 from flash_attn_cute.kernels.common.max_logits import raise_max_logit_by_warp
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score_tensors import part_of
 from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import CTAS, MMA_WARP, PART_ROWS, PRODUCER_WARP
@@ -414,10 +414,9 @@ class Softmax:
 
     def bias(self, step: Int32, block: Int32) -> BlockOfBias:
         """Begins to read the row's bias in a block, which the part need not attend to."""
-        f, tile = self.config.features, self.tile(step)
-        tensors = ScoreTensors.of(f, self.a)
+        a, f, tile = self.a, self.config.features, self.tile(step)
         row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
-        mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
+        mRow = part_of(a, a.mBias, tile.q, tile.batch)[tile.head, row, None]
         bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
         return BlockOfBias.of(bias, self.config.tile_n, block * self.config.tile_n)
 

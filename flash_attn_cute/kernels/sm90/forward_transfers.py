@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.score_rows import SharedBias
-from flash_attn_cute.kernels.common.score_tensors import scores_of
+from flash_attn_cute.kernels.common.score_tensors import entry_and_row
 from flash_attn_cute.kernels.common.tma import ForwardTiles
 from flash_attn_cute.kernels.sm90.forward_config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
@@ -108,7 +108,7 @@ class Transfers:
     def _load_bias(self, tile: QueryTile, block: Int32, step: Int32) -> None:
         """Loads the bias of a block, each warpgroup's rows when it has released its own stage."""
         bias, shared, warpgroups = self.tma.bias, self.shared, self.config.num_mma_warpgroups
-        entry, first_row = scores_of(self.config.features.packed, self.a.numbers.rows_a_slot, tile.q, tile.batch)
+        entry, first_row = entry_and_row(self.a, tile.q, tile.batch)
         for w in cutlass.range_constexpr(warpgroups):
             ring = shared.bias.ring.part(w, warpgroups)
             ring.acquire(step)  # from the warps of the warpgroup

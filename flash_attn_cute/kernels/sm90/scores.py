@@ -17,11 +17,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
+from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import copied, fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, probability, visible_columns
 from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores, SharedBias
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score_tensors import part_of
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
 
@@ -50,11 +51,9 @@ class Elements:
     last element is read, for scores that are masked or dropped.
     """
 
-    def __init__(
-        self, tensors: ScoreTensors, place: Place, coordinates: cute.Tensor, heads_a_row: int, clips_columns: bool
-    ):
+    def __init__(self, a: Any, place: Place, coordinates: cute.Tensor, heads_a_row: int, clips_columns: bool):
         """``clips_columns``: whether columns may be behind the sequence's end."""
-        gX = tensors.of_sequence(tensors.bias, place.rows, place.batch)
+        gX = part_of(a, a.mBias, place.rows, place.batch)
         last_row, self.last_column = place.rows.length - 1, place.columns.length - 1
         self.clips_columns = clips_columns
         self.first_column = place.first_column + coordinates[0, 0][1]
@@ -78,7 +77,7 @@ class SharedElements:
 
     def __init__(self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_row: Int32, coordinates: cute.Tensor):
         self.rows = [
-            shared.row(step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
+            shared.rows_apart(step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])[0, None]
             for r in range(cute.size(coordinates, mode=[0]))
         ]
         features = shared.config.features
@@ -117,7 +116,7 @@ def bias_elements(
     """
     if shared.config.bias_pitch:
         return SharedElements(shared, step, rows, first_row, coordinates)
-    return Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns)
+    return Elements(shared.arguments, place, coordinates, rows.heads_a_row, clips_columns)
 
 
 @cute.jit
@@ -270,7 +269,7 @@ class Scores:
     rW: cute.Tensor  # times the derivative of a softcap; rP, if there is none
     cS: cute.Tensor  # coordinates of acc_S
     scales: ScoreScales
-    tensors: ScoreTensors | None
+    arguments: Any
 
 
 class Transposed(NamedTuple):
@@ -307,17 +306,17 @@ class SharedTransposed:
 @cute.jit
 def read_transposed(scores: Scores, place: Place, part: Constexpr = 0, parts: Constexpr = 1) -> Transposed:
     """Reads a bias from global memory, of all columns or of one of some parts: ahead of time, as that takes long."""
-    t, coordinates = scores.tensors, rows_and_columns(scores.cS)
+    a, coordinates = scores.arguments, rows_and_columns(scores.cS)
     num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
     columns = range(part * num_columns, (part + 1) * num_columns)
     # Behind a sequence's end some element before it is read, for scores that are masked or dropped.
     last_key, last_query = place.rows.length - 1, place.columns.length - 1
     keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
     first_query = place.first_column + coordinates[0, 0][1] + 4 * columns.start
-    mX = t.bias
+    mX = a.mBias
     size = mX.element_type.width // 8
     target = cute.make_rmem_tensor((num_rows, num_columns), mX.element_type)
-    gX = t.of_sequence(mX, place.columns, place.batch)[place.head, None, None]
+    gX = part_of(a, mX, place.columns, place.batch)[place.head, None, None]
     # From query to query by addition: a product of 64 bits for each would take longer than the loads.
     address = gX[cutlass.min(first_query, last_query), None].iterator.toint()
     step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * size * key for key in keys]
@@ -424,16 +423,14 @@ def compute_dS(
 
 
 @cute.jit
-def store_transposed(
-    rdS: cute.Tensor, mdBias: cute.Tensor, tensors: ScoreTensors, place: Place, cS: cute.Tensor
-) -> None:
+def store_transposed(rdS: cute.Tensor, a: BackwardArguments, place: Place, cS: cute.Tensor) -> None:
     """Stores rounded dS, whose rows are keys, to a tensor of its dtype with an element for each score.
 
     Eight neighbours store 16 bytes of a query between them. Pairs of keys they would have to exchange first, and rows
     of an odd number of keys have no aligned ones.
     """
     coordinates, grads = rows_and_columns(cS), rows_and_columns(rdS)
-    gX = tensors.of_sequence(mdBias, place.columns, place.batch)[place.head, None, None]
+    gX = part_of(a, a.mdBias, place.columns, place.batch)[place.head, None, None]
     key, query = place.first_row + coordinates[0, 0][0], place.first_column + coordinates[0, 0][1]
     gX = cute.domain_offset((query, key), gX)
     num_keys, num_queries = place.rows.length - key, place.columns.length - query

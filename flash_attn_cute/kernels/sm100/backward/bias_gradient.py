@@ -30,7 +30,7 @@ from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.main_kernels import BiasGradientKernel
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score_tensors import part_of
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
@@ -164,9 +164,9 @@ class BiasGradientSm100(BiasGradientKernel):
     def _read_bias(self, work: "_Work", owner: Owner) -> None:
         """The tile's bias into tensor memory. All pieces have the same, as it is broadcast over what they differ in."""
         c, a = self.config, work.arguments
-        rows, tensors = self.map.rows_of_bias(a, owner), ScoreTensors.of(c.features, a)
+        rows = self.map.rows_of_bias(a, owner)
         if rows.num > 0:
-            gX = tensors.of_sequence(tensors.bias, rows.q, rows.batch)
+            gX = part_of(a, a.mBias, rows.q, rows.batch)
             row = BiasRow.of(
                 rows.of(gX, cutlass.min(work.thread, rows.num - 1)), a.mBias.shape[3], c.features.strided_bias
             )

@@ -25,7 +25,7 @@ from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import KeyTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score_tensors import part_of
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -178,10 +178,9 @@ class Scores:
 
         A thread behind the last key has the column of the last key.
         """
-        c, a = self.config, self.a
         tile = self.tile(block.tile_idx)
         key = cutlass.min(self._key(tile), tile.k.length - 1)
-        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
+        gX = part_of(self.a, mX, tile.q, tile.batch)[block.head(tile), None, None]
         column = BiasColumn.of(gX, key, tile.q.length)
         return column, self._first_query(block.m_block(tile))
 

@@ -41,7 +41,6 @@ from flash_attn_cute.kernels.common.ring import end_reads
 from flash_attn_cute.kernels.common.rows import rows_first, scaled, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -179,7 +178,7 @@ class BackwardClusterSm90(BackwardKernel):
             rW=cute.make_rmem_tensor_like(rP) if c.features.softcap else rP,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, 64))),
             scales=scales,
-            tensors=ScoreTensors.of(c.features, a),
+            arguments=a,
         )
         rW = cute.make_tensor(cute.recast_tensor(scores.rW, Int32).iterator, cute.make_layout((4, 4)))
         for acc in acc_dV:

@@ -55,7 +55,6 @@ from flash_attn_cute.kernels.common.main_kernels import BackwardKernel
 from flash_attn_cute.kernels.common.rows import rows_first, scores_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import BackwardTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.backward_config import BackwardCtaConfig
@@ -244,7 +243,7 @@ class BackwardCtaSm90(BackwardKernel):
                 rW=rdS if c.features.softcap else rP,
                 cS=slices.S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
                 scales=scales,
-                tensors=ScoreTensors.of(c.features, a),
+                arguments=a,
             ),
             acc_dP=acc_dP,
             acc_dV=cute.make_rmem_tensor(slices.dV.partition_shape_C((64, c.tile_d)), Float32),
@@ -386,8 +385,8 @@ class BackwardCtaSm90(BackwardKernel):
             work.row_sums if const_expr(self.config.features.dbias_of_keys) else None,
         )
         if const_expr(self.config.features.dbias and not self.config.tiles_dbias):
-            tensors, cS = work.scores.tensors, work.scores.cS
-            store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
+            place = self._place(work, tile_idx, nth, m_block)
+            store_transposed(work.rdS, work.arguments, place, work.scores.cS)
         self._add_products_of_dS(work, tile_idx, step, is_first)
 
     @cute.jit

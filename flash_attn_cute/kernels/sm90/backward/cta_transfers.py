@@ -23,7 +23,7 @@ from flash_attn_cute.kernels.common.key_tiles import (
     zero_fully_masked_keys,
 )
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.score_tensors import scores_of
+from flash_attn_cute.kernels.common.score_tensors import entry_and_row
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -149,7 +149,7 @@ class Transfers:
             ring, t = shared.rings.bias, tma.bias
             ring.acquire(step)  # from the mma warps: this stage is released
             # Rows behind the sequence are those of hidden scores.
-            entry, first_row = scores_of(c.features.packed, self.a.numbers.rows_a_slot, tile.q, tile.batch)
+            entry, first_row = entry_and_row(self.a, tile.q, tile.batch)
             start = first_row + m_block * c.tile_m
             gX = t.at(start, start + c.tile_m, head, entry, tile.first_key // c.tile_n)
             t.load(gX, shared.sBiasTile[None, None, ring.stage(step)], ring.full(step))
@@ -172,7 +172,7 @@ class Transfers:
                     start, of_head = m_block * c.tile_m, tile.head + nth
                     stop = start + c.tile_m
                     if const_expr(c.features.packed):
-                        entry, first_row = scores_of(True, a.numbers.rows_a_slot, tile.q, tile.batch)
+                        entry, first_row = entry_and_row(a, tile.q, tile.batch)
                         start, stop = first_row + start, first_row + cutlass.min(stop, tile.q.length)
                         of_head += entry * a.mQ.shape[-2]
                     for w in cutlass.range_constexpr(c.num_mma_warpgroups):
