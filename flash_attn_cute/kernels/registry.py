@@ -47,7 +47,6 @@ class Pass(NamedTuple):
         return _imported(self.launched_by)(config, main) if self.launched_by else main
 
     def schedule(self, config: Any) -> "Schedule":
-        """Schedule of the main kernel of a configuration."""
         schedule: Schedule = _imported(self.described_by)(config)
         return schedule
 
@@ -136,12 +135,10 @@ def architecture_for(capability: tuple[int, int]) -> str | None:
 
 
 def architecture_of(config: Any) -> Architecture:
-    """Architecture that a configuration belongs to."""
     return ARCHITECTURES[config.architecture]
 
 
 def pass_of(config: Any) -> Pass:
-    """Pass that a configuration belongs to."""
     return architecture_of(config).passes[config.pass_name]
 
 

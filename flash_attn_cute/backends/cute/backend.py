@@ -358,7 +358,6 @@ class CuteBackend:
         return dbias.view(bias.shape)
 
     def _architecture_on(self, device: torch.device) -> Architecture:
-        """With the kernels for a GPU."""
         if len(self.architecture.targets) == 1:
             return self.architecture
         gpu = torch.cuda.get_device_properties(device)

@@ -90,12 +90,10 @@ def shifted_right(low: Int32, high: Int32, count: Int32) -> Int32:
 
 
 def as_bits(x: Float32) -> Int32:
-    """The bits of a float32 number."""
     return Int32(assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,f", False))
 
 
 def as_float(x: Int32) -> Float32:
-    """The float32 number of these bits."""
     return Float32(assembly(T.f32(), [x], "mov.b32 $0, $1;", "=f,r", False))
 
 

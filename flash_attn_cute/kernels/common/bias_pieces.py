@@ -43,7 +43,6 @@ class Piece:
     code: Int32  # under a mask: where the bits are that say what is hidden
 
     def write(self, fields: cute.Tensor) -> None:
-        """Writes the piece to shared memory."""
         flags = Int32(self.seen) | Int32(self.hides) << 1
         where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.num_fully_masked
         rows = self.q.start, self.q.length, self.k.start, self.k.length
@@ -52,7 +51,6 @@ class Piece:
 
     @staticmethod
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
-        """Reads a piece from shared memory."""
         flags, code, head, batch, *where, q_start, q_length, k_start, k_length = (
             fields[i] for i in range(PIECE_FIELDS)
         )
@@ -147,7 +145,6 @@ class PieceMap:
 
     @cute.jit
     def owner(self, a: BiasGradientArguments) -> Owner:
-        """The tile and the pieces of this CTA."""
         index, _, _ = cute.arch.block_idx()
         entries, blocks, heads, n_blocks = self.owners(a)
         n_block, index = index % n_blocks, index // n_blocks
@@ -321,12 +318,10 @@ class PieceTiles(MaskTiles):
         self.pieces = pieces
 
     def tiles_a_set(self, a: BiasGradientArguments) -> Int32:
-        """Number of tiles in a set, see ``MaskTiles``."""
         return Sharing.of(a.numbers).tiles
 
     @cute.jit
     def tile_of(self, a: BiasGradientArguments, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
-        """Sequence, first query and row of a tile, see ``MaskTiles``."""
         _, rows = self.pieces.queries_of(a)
         entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
         _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)

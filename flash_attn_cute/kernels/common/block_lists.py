@@ -41,7 +41,6 @@ class Sharing(NamedTuple):
 
     @staticmethod
     def of(numbers: Any) -> "Sharing":
-        """Sharing of a pass, from the numbers among its arguments."""
         group = 1 if numbers.lists_group is None else numbers.lists_group
         return Sharing(numbers.lists_batch, numbers.lists_heads, numbers.lists_tiles, group)
 
@@ -56,11 +55,9 @@ class Sharing(NamedTuple):
         return self.batch * self.heads
 
     def set_of(self, batch: Int32 | int, head: Int32) -> Int32:
-        """Set of a batch entry and head."""
         return batch % self.batch * self.heads + head // self.group % self.heads
 
     def number(self, batch: Int32 | int, head: Int32, tile: Int32) -> Int32:
-        """List of a tile."""
         return self.set_of(batch, head) * self.tiles + tile % self.tiles
 
 

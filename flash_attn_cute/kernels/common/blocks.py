@@ -140,7 +140,6 @@ class Blocks:
         return first - self.full_start, end - self.full_start
 
     def at(self, position: Int32) -> Int32:
-        """Block at a position."""
         return position + self.full_start
 
     def position_crosses_left(self, position: Int32) -> Boolean:

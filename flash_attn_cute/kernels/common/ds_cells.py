@@ -65,7 +65,6 @@ class Cells:
 
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
-        """Counts by rows, by heads, and by chunks."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         sharing = Sharing.of(a.numbers)

@@ -71,7 +71,6 @@ class KeyRanges:
 
     @cute.kernel
     def of_tiles(self, a: BackwardArguments, ws: Workspace) -> None:
-        """Magnitudes of one tile of a key head."""
         head_k, block, batch = cute.arch.block_idx()  # neighbours read rows that lie side by side
         heads_k, tiles, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()

@@ -58,7 +58,6 @@ class KeyTile:
     tiles_after: Int32 | int  # and that are taken after: none, if not grouped
 
     def write(self, fields: cute.Tensor) -> None:
-        """Writes the tile to shared memory."""
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
         # Only dense tiles have a direction, and only packed ones a first query row: they share a field.
         shared = self.q.start if isinstance(self.blocks.direction, int) else self.blocks.direction
@@ -199,7 +198,6 @@ class WorkTileBroadcast:
 
 
 def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
-    """Number of query heads of a tile."""
     return a.numbers.heads_a_tile if config.features.grouped else 1
 
 

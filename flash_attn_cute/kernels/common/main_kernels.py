@@ -92,7 +92,6 @@ class ForwardKernel(MainKernel):
         self.launch(kernel, QueryTiles(c).num(a), stream, a.numbers.num_sms)
 
     def tma(self, a: ForwardArguments, mO: cute.Tensor) -> ForwardTiles:
-        """TMA tiles of the tensors that the kernel loads and stores."""
         c, packed, row_tiles = self.config, self.config.features.packed, self.memory.row_tiles
         load, store = self.load_operation(), cpasync.CopyBulkTensorTileS2GOp()
         mQ, mK, mV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV))

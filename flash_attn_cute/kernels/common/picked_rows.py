@@ -108,10 +108,10 @@ class PickedRows:
         ranks = cute.make_rmem_tensor(_TOGETHER, Int32)  # of the vectors, -1 of none
         vectors = [cute.make_rmem_tensor(VECTOR * dtype.width // 32, Float32) for _ in range(_TOGETHER)]
         factors = cute.make_rmem_tensor(_TOGETHER, Float32)
-        left, source = picks, cute.domain_offset((first, 0), mX)
-        of_source = cute.domain_offset((first, 0), scales) if const_expr(scales is not None) else None
+        left, loaded = picks, (vectors, factors, ranks)
+        source = [None if const_expr(x is None) else cute.domain_offset((first, 0), x) for x in (mX, scales)]
         for i in cutlass.range_constexpr(_TOGETHER):
-            left = self._load(vectors[i], factors, ranks, i, source, of_source, place, left)
+            left = self._load(loaded, i, source, place, left)
         for _ in cutlass.range(cute.ceil_div(cute.arch.popc(picks), _TOGETHER), unroll=1):
             for i in cutlass.range_constexpr(_TOGETHER):
                 rank, numbers = ranks[i], cute.recast_tensor(vectors[i], dtype)
@@ -120,28 +120,20 @@ class PickedRows:
                 row_sum += weight
                 for j in cutlass.range_constexpr(VECTOR):
                     total[j] += weight * numbers[j].to(Float32)
-                left = self._load(vectors[i], factors, ranks, i, source, of_source, place, left)
+                left = self._load(loaded, i, source, place, left)
         return row_sum
 
     @cute.jit
-    def _load(
-        self,
-        vector: cute.Tensor,
-        factors: cute.Tensor,
-        ranks: cute.Tensor,
-        i: Constexpr,
-        source: cute.Tensor,
-        scales: cute.Tensor | None,
-        place: Constexpr,
-        picks: Int32,
-    ) -> Int32:
+    def _load(self, loaded: Constexpr, i: Constexpr, source: Constexpr, place: Constexpr, picks: Int32) -> Int32:
         """Loads the lane's vector of the first of some picks, or zeros if there are none, and returns the others."""
+        (vectors, factors, ranks), (numbers, scales) = loaded, source
+        vector = vectors[i]
         ranks[i] = cute.arch.popc(~picks & (picks - 1)) if picks != 0 else Int32(-1)
         factors[i] = 1.0
         if picks != 0:
             lane = cutlass.min(place.lane, self.vectors - 1)
             number = place.in_group * self.vectors + lane
-            cute.autovec_copy(cute.local_tile(source[ranks[i], None], (cute.size(vector),), (number,)), vector)
+            cute.autovec_copy(cute.local_tile(numbers[ranks[i], None], (cute.size(vector),), (number,)), vector)
             if const_expr(scales is not None):
                 factors[i] = scales[ranks[i], lane // (SCALED_COLUMNS // VECTOR) * self.config.group + place.in_group]
         else:

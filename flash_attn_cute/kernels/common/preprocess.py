@@ -29,8 +29,8 @@ class Preprocess:
     """The preprocessing kernel. One CTA a block of ``tile_m`` queries of one head.
 
     A power of 2 of threads reads a row, a vector of 16 bytes each. Under a mask the kernel also computes the order in
-    which tiles add to the block's dQ. It zeroes the semaphores, if there are any, and the sums of dQ if additions are
-    unordered. If the main kernel zeroes the sums, the semaphores become ``NOT_ZEROED`` instead.
+    which tiles add to the block's dQ. It sets the semaphores, if there are any (``common.semaphores``), and zeroes the
+    sums of dQ if additions are unordered.
     """
 
     def __init__(self, config: Any, place: Callable[[Int32], Int32] | None = None):

@@ -28,7 +28,6 @@ class QueryTile:
     blocks: Blocks | BlockList  # of keys, from the last to the first
 
     def write(self, fields: cute.Tensor) -> None:
-        """Writes the tile to shared memory."""
         values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
         for i, value in enumerate((*values, *self.blocks.fields)):
             fields[i] = value
@@ -45,7 +44,6 @@ class QueryTile:
         return QueryTile(first_query, head, batch, q, k, visible)
 
     def rows_of_bias(self, config: Any) -> RowsOfScores:
-        """Rows of a bias for this tile."""
         num_rows = cutlass.min(self.q.length - self.first_query, config.tile_m // config.group)
         return RowsOfScores(self.q, self.batch, self.head, self.first_query, num_rows, config.group)
 
@@ -61,7 +59,6 @@ class QueryTiles:
         return self.config.tile_m // self.config.group
 
     def num(self, a: ForwardArguments) -> Int32:
-        """Number of tiles of all heads and sequences."""
         heads = a.mQ.shape[-2] // self.config.group
         return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
 

@@ -8,9 +8,7 @@ memory that the tensor has a part of.
 Padding rows and columns behind the last key are not copied; their places hold arbitrary numbers.
 
 A bias that all queries share can come as float32 instead, a row that begins with its first column (``load_row``): then
-readers convert nothing, and read two columns at a time whatever the alignment in global memory. If products are added
-to it, it is in their unit, and relative to the reference, a number near its block's largest element. So the sums round
-as products do.
+readers convert nothing, and read two columns at a time whatever the alignment in global memory.
 """
 
 from dataclasses import dataclass
@@ -128,10 +126,10 @@ class SharedBias:
     ) -> None:
         """Loads the row of a bias that all queries share, as float32, by all loading threads.
 
-        With a ``softmax_scale``, not 0, elements are (bias - reference) / softmax_scale, and the reference follows the
-        block's last. A finite bias stays finite, if need be as float32's largest number. Elements behind the last key
-        are arbitrary. The scale is None if products are not added to the row. ``num_columns`` are those of the block
-        that the sequence has.
+        With a ``softmax_scale``, not 0, elements are (bias - reference) / softmax_scale: sums with products then round as
+        these do. The reference is near the block's largest element, and follows its last one. A finite bias stays
+        finite, if need be as float32's largest number. Elements behind the last key are arbitrary. The scale is None if
+        products are not added to the row. ``num_columns`` are those of the block that the sequence has.
         """
         gRow = rows.of(part_of(self.arguments, self.arguments.mBias, rows.q, rows.batch), Int32(0))
         sRow = self.shared_row(step)

@@ -98,7 +98,6 @@ class SelectionQueryGradients:
     def kernel(
         self, a: SelectionBackwardArguments, mColumns: cute.Tensor, mdQ: cute.Tensor, mScale: cute.Tensor | None
     ) -> None:
-        """Sums up some queries, in a lane a vector of one."""
         c, n, place = self.config, a.numbers, self.rows.place(a)
         if place.unit_idx < n.num_units:
             dQ_of, total = self.rows.of_row(a, mdQ, place), cute.make_rmem_tensor(VECTOR, Float32)

@@ -36,7 +36,6 @@ class SelectionMerge:
 
     @cute.kernel
     def kernel(self, a: SelectionArguments, mColumns: cute.Tensor, mOut: cute.Tensor, mLSE: cute.Tensor) -> None:
-        """Merges the picks of some queries, in a lane into a vector of out."""
         c, n, packed, place = self.config, a.numbers, self.config.features.packed, self.rows.place(a)
         if place.unit_idx < n.num_units:
             lse_of, out_of = (self.rows.of_row(a, x, place) for x in (mLSE, mOut))

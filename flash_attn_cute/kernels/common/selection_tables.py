@@ -62,7 +62,6 @@ class SelectedUnit:
 
     @staticmethod
     def of(config: Any, a: Any, unit_idx: Int32) -> "SelectedUnit":
-        """The unit of that number in a launch."""
         n, units = a.numbers, a.mQ.shape[-2] // config.group
         batch, number = (n.first_unit + unit_idx) // units, (n.first_unit + unit_idx) % units
         return SelectedUnit(config, batch, number, batch % n.sets_batch * n.sets_heads + number * n.sets_heads // units)
@@ -108,7 +107,6 @@ class PickChunks:
 
     @cute.kernel
     def kernel(self, a: Any, tables: SelectionTables) -> None:
-        """Goes over some chunks of a set."""
         index, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -250,7 +248,6 @@ class PickItems:
 
     @cute.kernel
     def kernel(self, a: Any, tables: SelectionTables) -> None:
-        """Goes over the columns of a set, one a thread."""
         which, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         sWarps = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // LANES))

@@ -46,7 +46,6 @@ class SoftmaxState:
         self.max_P = cute.make_rmem_tensor(num_rows, Float32) if keeps_max_P else None
 
     def reset(self) -> None:
-        """Resets the state of all rows, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
         if self.max_P is not None:
