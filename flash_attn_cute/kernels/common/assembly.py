@@ -1,7 +1,8 @@
-"""Instructions that the DSL has no word for, or that the compiler is not to see through."""
+"""Instructions that the DSL has no word for, or that the compiler is not to see through; and the sums of a warp."""
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
@@ -165,3 +166,13 @@ def copy_to_cta(rank: Int32, target: Pointer, source: Pointer, num_bytes: Int32 
     pointers = [Int32(x.toint()) for x in (target, source, mbarrier)]
     operands = [pointers[0], pointers[1], Int32(num_bytes), pointers[2], Int32(rank)]
     assembly(None, operands, text, "r,r,r,r,r,~{memory}", True)
+
+
+@cute.jit
+def sum_up_to_lane(x: Int32) -> Int32:
+    """Sum of the numbers of a warp's lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(5):
+        before = cute.arch.shuffle_sync(x, lane - (1 << i))
+        x += before if lane >= 1 << i else Int32(0)
+    return x

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.assembly import sum_up_to_lane
 from flash_attn_cute.kernels.common.block_lists import Sharing
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -94,11 +95,7 @@ class Cells:
             count = Int32(0)
             if start + lane < num:
                 count = counts[start + lane]
-            through = count
-            for j in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync(through, lane - (1 << j))
-                if lane >= 1 << j:
-                    through += other
+            through = sum_up_to_lane(count)
             if start + lane < num:
                 before[start + lane] = total + through - count
             total += cute.arch.shuffle_sync(through, 31)

@@ -126,7 +126,7 @@ class SharedBias:
     ) -> None:
         """Loads the row of a bias that all queries share, as float32, by all loading threads.
 
-        With a ``softmax_scale``, not 0, elements are (bias - reference) / softmax_scale: sums with products then round as
+        With a ``softmax_scale``, not 0, elements are (bias - reference) / softmax_scale. So sums with products round as
         these do. The reference is near the block's largest element, and follows its last one. A finite bias stays
         finite, if need be as float32's largest number. Elements behind the last key are arbitrary. The scale is None if
         products are not added to the row. ``num_columns`` are those of the block that the sequence has.

@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, const_expr
 
-from flash_attn_cute.kernels.common.assembly import bit_mask
+from flash_attn_cute.kernels.common.assembly import bit_mask, sum_up_to_lane
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, last_of, offset, rows_of
 from flash_attn_cute.kernels.common.score import visible_columns
@@ -317,22 +317,12 @@ def _first_column(config: Any, k: SeqRows, sequence: Int32) -> Int32:
 def _scanned(x: Int32, sWarps: cute.Tensor) -> tuple[Int32, Int32]:
     """Sum of the numbers of all threads before this one, and of all threads of the CTA."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    until = _until(x)
+    until = sum_up_to_lane(x)
     if lane == LANES - 1:
         sWarps[warp] = until
     cute.arch.sync_threads()
     warps = sWarps[lane]
-    until_warps = _until(warps)
+    until_warps = sum_up_to_lane(warps)
     cute.arch.sync_threads()  # before a next call
     before = cute.arch.shuffle_sync(until_warps - warps, warp) + until - x
     return before, cute.arch.shuffle_sync(until_warps, LANES - 1)
-
-
-@cute.jit
-def _until(x: Int32) -> Int32:
-    """Sum of the numbers of the lanes up to this one."""
-    lane = cute.arch.lane_idx()
-    for i in cutlass.range_constexpr(LANES.bit_length() - 1):
-        before = cute.arch.shuffle_sync(x, lane - (1 << i))
-        x += before if lane >= 1 << i else Int32(0)
-    return x
