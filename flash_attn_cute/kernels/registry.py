@@ -47,8 +47,7 @@ class Pass(NamedTuple):
         return _imported(self.launched_by)(config, main) if self.launched_by else main
 
     def schedule(self, config: Any) -> "Schedule":
-        schedule: Schedule = _imported(self.described_by)(config)
-        return schedule
+        return _imported(self.described_by)(config)
 
 
 def _imported(place: str) -> Any:

@@ -59,6 +59,7 @@ class KeyRanges:
         self.config = config
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1  # threads a row
         self.vectors = -(-config.tile_d // 8 // self.lanes)  # of 16 bytes of a row, a thread
+        self.num_rows = config.tile_n * self.lanes // _THREADS // _PARTS  # of a part of a tile, a thread
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
@@ -160,24 +161,19 @@ class KeyRanges:
     def _place(self, part: int, i: int) -> Int32:
         """This thread's ith row of a part, within a tile."""
         thread, _, _ = cute.arch.thread_idx()
-        return (part * self._num_rows() + i) * (_THREADS // self.lanes) + thread // self.lanes
-
-    def _num_rows(self) -> int:
-        """Rows of a part of a tile a thread has vectors of."""
-        rows: int = self.config.tile_n * self.lanes // _THREADS // _PARTS
-        return rows
+        return (part * self.num_rows + i) * (_THREADS // self.lanes) + thread // self.lanes
 
     @cute.jit
     def _rows(self, gX: cute.Tensor, first: Int32, part: Constexpr) -> cute.Tensor:
         """This thread's vectors of a part, (8, vector, row): zeros behind the columns, the last row behind the rows."""
         lane = cute.arch.thread_idx()[0] % self.lanes
-        read = cute.make_rmem_tensor((8, self.vectors, self._num_rows()), gX.element_type)
+        read = cute.make_rmem_tensor((8, self.vectors, self.num_rows), gX.element_type)
         read.fill(0.0)
         for j in cutlass.range_constexpr(self.vectors):
             vector, last = lane + j * self.lanes, gX.shape[0] - 1 - first
             if vector < gX.shape[1] // 8:
                 own = cute.local_tile(cute.domain_offset((first, 0), gX), (gX.shape[0], 8), (0, vector))
-                for i in cutlass.range_constexpr(self._num_rows()):
+                for i in cutlass.range_constexpr(self.num_rows):
                     cute.autovec_copy(own[cutlass.min(self._place(part, i), last), None], read[None, j, i])
         return read
 
@@ -187,7 +183,7 @@ class KeyRanges:
     ) -> None:
         """Magnitudes of what this thread has read of a part."""
         lane = cute.arch.thread_idx()[0] % self.lanes
-        for i in cutlass.range_constexpr(self._num_rows()):
+        for i in cutlass.range_constexpr(self.num_rows):
             seen = Float32(sSeen[self._place(part, i)])
             largest, squares_k, squares_v = (Float32(0.0) for _ in range(3))
             for j in cutlass.range_constexpr(8 * self.vectors):
