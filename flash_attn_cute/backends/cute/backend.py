@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute import column_sums, counters, selection, selection_plan
+from flash_attn_cute.backends.cute import column_sums, counters, selection
 from flash_attn_cute.backends.cute.block_arguments import columns_of, intervals_of, rows_of
 from flash_attn_cute.backends.cute.explained import planned
 from flash_attn_cute.backends.cute.layouts import aligned, compact, operands_of, with_a_key
@@ -121,8 +121,8 @@ class CuteBackend:
                 reasons.append("block_mask beside mask")
             if spec.has_bias and needs_intervals(spec):
                 reasons.append("block_mask and bias beside cu_seqlens, seqused or a window of these")
-        if spec.selection_block and Feature.SELECTION in self.features:
-            reasons += selection_plan.limits(spec)
+        if spec.selection_block and Feature.SELECTION in self.features and spec.precise_gradients:
+            reasons.append("precise_gradients=True beside BlockMask.from_selection")
         if not _HAS_COMPILER and not self.is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
@@ -141,7 +141,9 @@ class CuteBackend:
 
     def num_sms(self, device: torch.device) -> int:
         """SMs of a GPU that it is made for."""
-        return self.architecture.num_sms if self.is_supposed else _num_sms(device)
+        if self.is_supposed:
+            return self.architecture.num_sms
+        return torch.cuda.get_device_properties(device).multi_processor_count
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
@@ -373,7 +375,7 @@ class CuteBackend:
         """
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
-        planned = plan_pass(self._architecture_on(device), spec, *given, _num_sms(device))
+        planned = plan_pass(self._architecture_on(device), spec, *given, self.num_sms(device))
         kernel = (self._kernel_of or cache.kernel)(planned.config)
         return Launch(kernel, planned, takes_tiles(planned.config))
 
@@ -427,10 +429,6 @@ def _summed(gradients: Tensor, bias: Tensor) -> Tensor:
     if dims:
         gradients = gradients.sum(dims)
     return gradients.to(bias.dtype).view(bias.shape)
-
-
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 CUTE_BACKENDS = {name: CuteBackend(architecture) for name, architecture in ARCHITECTURES.items()}

@@ -36,11 +36,6 @@ class SelectionPlan(NamedTuple):
     num_units: int
 
 
-def limits(spec: AttentionSpec) -> tuple[str, ...]:
-    """Why kernels cannot serve a selection; empty if they can."""
-    return ("precise_gradients=True beside BlockMask.from_selection",) if spec.precise_gradients else ()
-
-
 def _heads_of_a_tile(spec: AttentionSpec, selected: tuple[int, ...]) -> int:
     """Heads that are rows of one tile: of those that select together, as many as divide it."""
     alone = selected[1] == spec.nheads != spec.nheads_k

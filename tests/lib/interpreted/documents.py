@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import BackwardCall, Gradients
-from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.kernels.registry import Architecture
@@ -35,6 +34,10 @@ class Interpreted(CuteBackend):
     def _architecture_on(self, device: torch.device) -> Architecture:
         return self.architecture
 
+    def num_sms(self, device: torch.device) -> int:
+        """See ``CuteBackend``."""
+        return NUM_SMS
+
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
         """See ``Backend.forward``."""
         return self._forward(spec, inputs)
@@ -56,11 +59,7 @@ class Interpreted(CuteBackend):
 def interpreted(capability: tuple[int, int], seed: int = 0) -> Iterator[None]:
     """Calls with ``backend="interpreted"`` run the kernels of GPUs of a compute capability meanwhile."""
     backends: dict[str, Any] = {"interpreted": Interpreted(capability, random.Random(seed))}
-    with (
-        patch.dict(dispatch.BACKENDS, backends),
-        fresh_counters(),
-        patch.object(cute_backend, "_num_sms", lambda device: NUM_SMS),
-    ):
+    with patch.dict(dispatch.BACKENDS, backends), fresh_counters():
         yield
 
 
