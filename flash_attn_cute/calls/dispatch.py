@@ -46,8 +46,7 @@ def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> t
 def supposing(gpu: str) -> dict[str, Backend]:
     """The backends of a machine that has the usual GPU of an architecture; they explain calls and run none.
 
-    Raises:
-        ValueError: there are no kernels for such a GPU.
+    Raises ValueError where there are no kernels for such a GPU.
     """
     if not isinstance(gpu, str) or gpu not in CUTE_BACKENDS:
         raise ValueError(f"gpu: expected None or one of {list(CUTE_BACKENDS)}, got {gpu!r}")
@@ -94,15 +93,9 @@ def select(
 ) -> Selection:
     """The requested backend if it can serve the call, or the first that can if None is requested.
 
-    Args:
-        spec: what the call asks for.
-        inputs: its tensors.
-        requested: the backend that it names.
-        backends: those there are, if they are not this machine's.
-        is_run: whether the call is to be run, so that kernels which are checked first may be checked now.
-
-    Raises:
-        ValueError: an unknown backend, or a requested one that cannot serve the call (the message has all reasons).
+    ``backends``: those there are, if they are not this machine's. ``is_run``: the call is to be run, so that kernels
+    which are checked first may be checked now. Raises ValueError for an unknown backend, or a requested one that cannot
+    serve the call; the message has all reasons.
     """
     backends = BACKENDS if backends is None else backends
     if requested is not None:

@@ -73,12 +73,10 @@ class Plan(NamedTuple):
 
 
 def prepare(call: AttentionCall, backward: bool, watched: bool = False) -> tuple[AttentionInputs, Plan]:
-    """A call checked, with a backend and the tables of its block mask.
+    """A call, checked but for its options, with a backend and the tables of its block mask.
 
-    Args:
-        call: what the user gave, its options checked.
-        backward: whether gradients may be wanted, so that the tables have columns.
-        watched: whether ``torch_modes.needs_dispatcher`` is true of its tensors.
+    ``backward``: gradients may be wanted, so that the tables have columns. ``watched``:
+    ``torch_modes.needs_dispatcher`` is true of its tensors.
 
     Raises:
         TypeError: a tensor of the wrong type or dtype, or another kind of mask.

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,9 @@ def _checked_sharding(
     if len(dims) != len(buffers):
         raise ValueError(f"buffer_seq_dims: expected {len(buffers)}, one a buffer, got {len(dims)}")
     for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
-        _check_buffer(f"buffers[{i}]", x, dim)
+        check_dimension(f"buffers[{i}]", x, dim)
+        if x.requires_grad:
+            raise ValueError(f"buffers[{i}]: expected a tensor that requires no gradient, got one that does")
     if any(all(x is not buffer for buffer in buffers) for x in kept):
         raise ValueError("no_restore_buffers: expected some of buffers, got another tensor")
     if sharding is None:
@@ -236,12 +238,6 @@ def _refuse(call: AttentionCall) -> None:
 def _hold(x: Tensor, other: Tensor) -> None:
     """Makes x a view of all that the other one is."""
     x.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
-
-
-def _check_buffer(name: str, x: Any, dim: int) -> None:
-    check_dimension(name, x, dim)
-    if x.requires_grad:
-        raise ValueError(f"{name}: expected a tensor that requires no gradient, got one that does")
 
 
 def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:

@@ -100,14 +100,13 @@ def _block_mask_plan(request: PlanRequest, place: Place, device: torch.device) -
             ("seqused_k", request.seqused_k, keys),
         )
     )
-    traded = _of_both(queries, keys, lambda x: head_trade.Rows(x, _in_order(x), place.rank, device))
-    trade = head_trade.Trade.of(*traded, request.shape.nheads_k)
+
+    def traded(x: Sharding) -> head_trade.Rows:
+        in_order = Sharding.contiguous(x.cu_seqlens, 1, total=x.total)
+        return head_trade.Rows(x, in_order, place.rank, device)
+
+    trade = head_trade.Trade.of(*_of_both(queries, keys, traded), request.shape.nheads_k)
     return Plan(BlockMaskMethod(rows_q, rows_k, used_q, used_k, shares_heads=trade.ranks_a_head > 1), trade)
-
-
-def _in_order(sharding: Sharding) -> Sharding:
-    """One rank that has all rows of a sharding in their order."""
-    return Sharding.contiguous(sharding.cu_seqlens, 1, total=sharding.total)
 
 
 def _of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:

@@ -6,6 +6,8 @@ window that is only to the next ranks. In the backward pass the sums of its grad
 them to the owner. So gradients are added in the order of the ring.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class Ring:
         merged = Merged(q, v.shape[-1], shared=self._shares_queries, max_logits=wants)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._send_keys(context, t, block if t else block.part(self._own_block))
+            transfer, coming = self._exchange(context, t, block if t else block.part(self._own_block))
             for call in calls:
                 merged.add(call, call_passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
             transfer.wait()
@@ -62,7 +64,7 @@ class Ring:
         home = own.empty(self._num_rows[self._rank] if self._hops[self._rank] else 0)
         following = Transfer(context.group, (), ())
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._send_keys(context, t, block if t else block.part(self._own_block))
+            transfer, coming = self._exchange(context, t, block if t else block.part(self._own_block))
             parts = []
             for call in calls:
                 dq_part, dk, dv = call_passes.backward(context, call, given, block.k, block.v, is_part=self._sums_parts)
@@ -87,10 +89,6 @@ class Ring:
         """Whether a block is sent to another rank after step t."""
         return t < self._hops[owner]
 
-    def _send_keys(self, context: Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
-        """Sends this step's block, and receives that of the next step."""
-        return self._exchange(context, t, block, [], [])
-
     def _send_sums(self, context: Context, t: int, total: KeyValues, home: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends the sums of this step's block on, or to its owner; receives the next sums, or its own."""
         owner = self._owner(t)
@@ -104,9 +102,10 @@ class Ring:
         context: Context,
         t: int,
         x: KeyValues,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
+        sends: Sequence[tuple[Tensor, int]] = (),
+        receives: Sequence[tuple[Tensor, int]] = (),
     ) -> tuple[Transfer, KeyValues]:
+        """Sends this step's block, or its sums, on, and receives those of the next step, beside other messages."""
         following = self._owner(t + 1)
         coming = x.empty(self._num_rows[following] if self._goes_on(t, following) else 0)
         if self._goes_on(t, self._owner(t)):

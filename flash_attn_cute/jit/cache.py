@@ -102,18 +102,17 @@ def _resume_collection() -> None:
 
 def _code(config: Any) -> bytes:
     path = settings.bundle()
-    if path is None:
-        return _code_in_folder(config)
-    code = bundle.opened(path).read(key.name(key.identity(config)))
-    if code is None:
+    if path is not None:
+        code = bundle.opened(path).read(key.name(key.identity(config)))
+        if code is not None:
+            return code
         warnings.warn(
             f"FLASH_ATTN_CUTE_BUNDLE: {path} has no kernel of {config}, made from {key.surroundings()}. It comes from "
             "the folder of compiled kernels, or is compiled; make the bundle anew of a folder that has it",
             NotBundledWarning,
             stacklevel=2,
         )
-        return _code_in_folder(config)
-    return code
+    return _code_in_folder(config)
 
 
 def _code_in_folder(config: Any) -> bytes:

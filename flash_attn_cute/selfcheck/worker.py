@@ -120,13 +120,9 @@ def _target(request: Request, device: torch.device, failed: list[str]) -> Target
             other.kill()
             other.wait()
 
-    return Target(
-        _backend(request), device, request.repetitions, frozenset(request.steps), frozenset(failed), other_process
-    )
-
-
-def _backend(request: Request) -> Backend:
-    return PortableBackend() if request.backend == "portable" else CuteBackend(ARCHITECTURES[request.backend])
+    name = request.backend
+    backend: Backend = PortableBackend() if name == "portable" else CuteBackend(ARCHITECTURES[name])
+    return Target(backend, device, request.repetitions, frozenset(request.steps), frozenset(failed), other_process)
 
 
 def _device(request: Request) -> torch.device | None:

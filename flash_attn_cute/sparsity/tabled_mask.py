@@ -185,8 +185,7 @@ class TabledMask:
 
         Raises:
             RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
-            ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``, which
-                has none.
+            ValueError: a tensor that the mask was made of has been written to, or a mask of ``from_selection``.
         """
         there = self._rows.get(device)
         if backward and isinstance(there, kept.Kept):

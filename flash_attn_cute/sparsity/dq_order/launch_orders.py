@@ -44,14 +44,9 @@ def shortest_first_of_groups(lengths: Tensor, group: int) -> Tensor:
 def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
     """Searches the launch in which tiles of a mask wait least for their turns, on a model of the device.
 
-    It compares last keys first with shortest processing time first; on ties it takes the former. Then it finds an
-    m_block order for the better one, and takes that if it is worth it.
-
-    Args:
-        name: ``"permutation"``; or ``"auto"``, which takes last keys first at once if that has low contention.
-        steps: (batch, heads, blocks_q, blocks_k), uint8, on the CPU: see ``contention_model.Pass``.
-        group: heads that share an order.
-        seqlen_q: queries.
+    It compares last keys first with shortest processing time first; on ties it takes the former, and for ``"auto"`` at
+    once if that has low contention. Then it finds an m_block order for the better one, and takes that if it is worth
+    it. ``steps``, (batch, heads, blocks_q, blocks_k), uint8, on the CPU: see ``contention_model.Pass``.
     """
     from flash_attn_cute.sparsity.dq_order.contention_model import Pass, machine_of  # few masks need numpy
 
@@ -72,20 +67,10 @@ def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
-    """Checks a launch order given as a tensor, and copies it. Waits for the device.
+    """Checks a launch order ([[batch or 1,] heads or 1,] blocks_k), and copies it. Waits for the device.
 
-    Args:
-        order: ([[batch or 1,] heads or 1,] blocks_k).
-        batch: of the mask.
-        heads: that may have orders of their own.
-        blocks_k: key tiles.
-
-    Returns:
-        (batch or 1, heads or 1, blocks_k), int32.
-
-    Raises:
-        TypeError: another dtype, or a DTensor.
-        ValueError: a wrong shape, or no permutation.
+    Returns (batch or 1, heads or 1, blocks_k), int32. Raises TypeError for another dtype, and ValueError for a wrong
+    shape, or no permutation.
     """
     if order.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"order: expected dtype torch.int32 or torch.int64, got {order.dtype}")
