@@ -206,6 +206,19 @@ def test_watched_calls_are_operators(watcher: Callable[[], Any], operators: list
     assert operators
 
 
+def test_exported_for_any_number_of_rows() -> None:
+    """The limit of a backend that cannot serve the call anyway does not bound them."""
+
+    class AnyBackend(Module):
+        def forward(self, *qkv: Tensor) -> Tensor:
+            return flash_attn_func(*qkv)
+
+    sizes = ({1: torch.export.Dim("rows")},) * 3
+    layer = torch.export.export(AnyBackend(), tuple(leaves()), dynamic_shapes=(sizes,)).module()
+    qkv = torch.randn(3, 1, 9, 2, 8).unbind()
+    torch.testing.assert_close(layer(*qkv), attend(*qkv))
+
+
 def test_a_watcher_of_the_backward_pass_sees_it(operators: list[int]) -> None:
     qkv = leaves()
     out = attend(*qkv)
