@@ -72,7 +72,7 @@ DV, DK = 0, 1  # which of a tile's results
 
 
 class Compute(Scores):
-    """A compute warpgroup."""
+    """A compute warpgroup: P and dS of every step, then dV and dK of the tile."""
 
     @cute.jit
     def __call__(self) -> None:

@@ -43,7 +43,7 @@ class Shared(WorkTileBroadcast, Held):
 
     @property
     def tiles(self) -> Ring:
-        """See ``WorkTileBroadcast``."""
+        """The ring of published tiles."""
         return self.rings.tiles
 
     def pieces(self, step: Int32) -> Ring:

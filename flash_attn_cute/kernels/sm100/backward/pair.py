@@ -66,12 +66,12 @@ from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
 
 
 class PairCompute(Compute):
-    """A compute warpgroup."""
+    """A compute warpgroup of a pair's CTA, which sends dS of the other CTA's queries there."""
 
     shared: PairShared
 
     def compute_P(self, block: Block, step: Int32, number: Int32, first: Int32 | int) -> list[Int32]:
-        """See ``Scores``."""
+        """Computes P as ``Scores`` does, from scores that are all read before P takes their place."""
         c, shared, rings = self.config, self.shared, self.shared.rings
         scores, found = tensor_memory.load(self.changed(block, step, number, first), c.queries), []
         if c.dQ_over_S:

@@ -68,7 +68,7 @@ _COLUMNS_OF_K = 32  # that a compute thread copies at once
 
 
 class PairTwoPassCompute(TwoPassCompute, PairCompute):
-    """A compute warpgroup."""
+    """A compute warpgroup of a pair's CTA, in two passes, which copies K to tensor memory."""
 
     @cute.jit
     def begin(self, tile_idx: Int32) -> None:
@@ -88,7 +88,7 @@ class PairTwoPassCompute(TwoPassCompute, PairCompute):
         rings.keys.arrive(tile_idx)  # to the mma warp
 
     def compute_P(self, block: Block, step: Int32, number: Int32, first: None, *, stores: bool = True) -> list[Int32]:
-        """See ``Scores``."""
+        """Computes P as ``Scores`` does, in the second pass from scores that are all read at once."""
         shared, rings, place = self.shared, self.shared.rings, self.changed(block, step, number, first)
         lse = shared.lse[None, rings.stats.stage(step)]
         if stores:

@@ -49,7 +49,7 @@ from flash_attn_cute.kernels.sm100.mma import commit
 
 
 class TwoPassCompute(Compute):
-    """A compute warpgroup."""
+    """A compute warpgroup, in two passes over the queries."""
 
     @cute.jit
     def __call__(self) -> None:
