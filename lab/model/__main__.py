@@ -57,8 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(lines=lines)
         return command
 
-    record = add("record", "the Hopper kernels, beside benchmarks/results", _record)
-    record.add_argument("--by-kind", action="store_true", help="rows of equal heads and masks together")
+    add("record", "the Hopper kernels, beside benchmarks/results, rows of equal heads and masks together", _record)
     add("published", "flash-attn-4 on a B200, beside what was published", _published)
     designs = add("designs", "our kernels for Blackwell", _designs)
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
@@ -85,22 +84,7 @@ def _head(*columns: str) -> str:
     return f"{_row(*columns)}\n|{'---|' * len(columns)}"
 
 
-def _record(given: argparse.Namespace) -> Iterator[str]:
-    if given.by_kind:
-        yield from _record_by_kind()
-        return
-    yield _head("suite, case", "GHz", "measured, TFLOP/s", "predicted", "error of time", "clocks a step", "bound")
-    for suite in _SUITES:
-        for row in rows(suite):
-            p = hopper_pass(row.shape).predict()
-            busiest = f"{p.bound} {p.busy[p.bound]:.0%}"
-            rates = [f"{x:.0f}" for x in (row.tflops, row.tflops / (1 + row.error(p)))]
-            yield _row(
-                f"{suite} {row.name}", f"{row.ghz(p):.2f}", *rates, f"{row.error(p):+.1%}", f"{p.step:.0f}", busiest
-            )
-
-
-def _record_by_kind() -> Iterator[str]:
+def _record(_: argparse.Namespace) -> Iterator[str]:
     yield _head("pass, heads x d, mask", "rows", "GHz", "error of time", "clocks a step", "bound")
     kinds: dict[str, list[tuple[Row, Prediction]]] = {}
     for row in (row for suite in _SUITES for row in rows(suite)):

@@ -78,11 +78,6 @@ class Row(NamedTuple):
     seconds: float  # the median
     gemm: float  # FLOP/s of the gemm of the same rounds
 
-    @property
-    def tflops(self) -> float:
-        """FLOP of visible pairs a second."""
-        return self.shape.flop / self.seconds / 1e12
-
     def ghz(self, prediction: Prediction) -> float:
         """The clock at which the kernel ran, from that of the gemm."""
         return H200.clock(prediction.busy["tensor cores"], self.gemm)

@@ -25,7 +25,7 @@ from tests.lib import configurations
 from tests.lib.tiers import tiered
 
 COMMANDS = command_line.commands_of_page()
-QUICK = ("record --by-kind", "published")
+QUICK = ("record", "published")
 
 SHAPES = {
     "forward": Shape(4, 8192, 16, 128, 128),
