@@ -34,7 +34,7 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, rows_a
 from flash_attn_cute.kernels.sm90.scores import cap, raise_logits
 from flash_attn_cute.kernels.sm90.selection_config import SelectionConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel, ItemWork
-from flash_attn_cute.kernels.sm90.selection_transfers import BlockShared, mask_hidden, visible_keys
+from flash_attn_cute.kernels.sm90.selection_transfers import BlockShared
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -139,18 +139,16 @@ class SelectionSm90(ItemKernel):
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [entries[row // c.group] for row in rows]
         stored = self.entries_of_lanes(entries, thread)  # for the first warp, which stores
-        visible = visible_keys(
-            c, work.arguments, work.item, picks, shared.bits_of(rows, c.group, stage, work.warpgroup)
-        )
+        visible = self.visible_keys(work, rows, picks, stage)
         warpgroup.wait_group(0)
         ring.release(step)  # to the producer warp
         if const_expr(c.features.softcap):
             if const_expr(c.features.max_logits):
                 scale = work.arguments.numbers.softmax_scale
-                mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(scale))
+                self.mask_hidden(work, visible, hidden(scale))
                 raise_logits(work.max_logits, acc_S, scale)
             cap(acc_S, work.scales.tanh)
-        mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(work.scales.log2))
+        self.mask_hidden(work, visible, hidden(work.scales.log2))
         work.softmax.reset()
         work.softmax.step(acc_S, work.rP, acc_O, True)
         if const_expr(c.features.max_logits and not c.features.softcap):  # else row_max is of capped scores

@@ -5,16 +5,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, pipeline
+from cutlass import Constexpr, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.common.assembly import set_registers
+from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.main_kernels import MainKernel
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score import ScoreScales, visible_columns
 from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTableKernels, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.selection import LANES, TILE_ROWS
+from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 from flash_attn_cute.kernels.sm90.selection_schedule import selection_schedule
 from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, Item, SelectionTransfers, tiles_of
@@ -160,6 +162,31 @@ class ItemKernel(MainKernel):
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=own.partition_C(cute.make_identity_tensor(shape)),
         )
+
+    @cute.jit
+    def visible_keys(self, work: Constexpr, rows: Constexpr, picks: Constexpr, stage: Int32) -> cute.Tensor:
+        """Keys that the queries of some rows of a tile attend to, as (first and behind the last, row).
+
+        ``picks`` has each row's pick. With ``config.key_bits`` as (word, row), a bit for each key of the item's block.
+        """
+        c, f, n, q, k = self.config, self.config.features, work.arguments.numbers, work.item.q, work.item.k
+        window, edges = Window.of(f, work.arguments, q.length, k.length), Edges(left=f.left, right=True)
+        found = cute.make_rmem_tensor((2, len(rows)), Int32)
+        for r in cutlass.range_constexpr(len(rows)):
+            if const_expr(c.key_bits):
+                cute.autovec_copy(work.shared.key_bits[None, rows[r] // c.group, stage, work.warpgroup], found[None, r])
+            else:
+                query = n.first_row + picks[r] // n.top - q.start
+                found[0, r], found[1, r] = visible_columns(query, Int32(0), k.length, window, edges)
+        return found
+
+    @cute.jit
+    def mask_hidden(self, work: Constexpr, visible: cute.Tensor, nothing: Float32) -> None:
+        """Masks scores of keys that are not ``visible_keys``: they become ``nothing``."""
+        if const_expr(self.config.key_bits):
+            mask_outside_bits(work.acc_S, work.cS, visible, nothing)
+        else:
+            mask_outside_interval(work.acc_S, work.cS, visible, work.item.first_key, self.config.tile_n, nothing)
 
     @cute.jit
     def mainloop(self, work: Constexpr) -> None:

@@ -5,17 +5,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Constexpr, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import SelectionArguments
-from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.score import visible_columns
 from flash_attn_cute.kernels.common.selection_tables import SelectedUnit, SelectionTables
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.selection import ITEM_FIELDS, KEY_WORDS, LANES
-from flash_attn_cute.kernels.sm90.scores import mask_outside_bits, mask_outside_interval
 from flash_attn_cute.kernels.sm90.selection_config import SelectedConfig
 
 COLUMNS = 64  # of a box of Q or out: a row of a swizzled atom
@@ -38,12 +35,6 @@ class BlockShared:
         """Ring of a warpgroup's tiles."""
         first = self.first_q_ring
         return Ring(first.barriers + 2 * first.stages * warpgroup, first.stages, first.num_bytes)
-
-    def bits_of(self, rows: list[Int32], group: int, stage: Int32, warpgroup: Int32) -> list[cute.Tensor]:
-        """Words of the picks of a tile's rows, ``group`` rows each; none if the configuration does without."""
-        if self.key_bits is None:
-            return []
-        return [self.key_bits[None, row // group, stage, warpgroup] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -72,37 +63,6 @@ def tiles_of(config: Any, item: Any, warpgroup: Int32) -> tuple[Int32, Int32, in
     c, before = config, warpgroup * config.picks_a_tile
     stop = item.stop + before if c.in_step else item.stop
     return item.start + before, stop, c.num_mma_warpgroups * c.picks_a_tile
-
-
-@cute.jit
-def visible_keys(
-    config: Constexpr, a: SelectionArguments, item: Constexpr, picks: Constexpr, key_bits: Constexpr
-) -> cute.Tensor:
-    """Keys that the queries of some picks attend to, as (first and behind the last, pick).
-
-    With ``config.key_bits`` as (word, pick), a bit for each key of the item's block, from each pick's ``key_bits``.
-    """
-    f, n, q, k = config.features, a.numbers, item.q, item.k
-    window, edges = Window.of(f, a, q.length, k.length), Edges(left=f.left, right=True)
-    found = cute.make_rmem_tensor((2, len(picks)), Int32)
-    for r in cutlass.range_constexpr(len(picks)):
-        if const_expr(config.key_bits):
-            cute.autovec_copy(key_bits[r], found[None, r])
-        else:
-            row = n.first_row + picks[r] // n.top - q.start
-            found[0, r], found[1, r] = visible_columns(row, Int32(0), k.length, window, edges)
-    return found
-
-
-@cute.jit
-def mask_hidden(
-    config: Constexpr, acc_S: cute.Tensor, cS: cute.Tensor, visible: cute.Tensor, item: Constexpr, nothing: Float32
-) -> None:
-    """Masks scores of keys that are not ``visible_keys``: they become ``nothing``."""
-    if const_expr(config.key_bits):
-        mask_outside_bits(acc_S, cS, visible, nothing)
-    else:
-        mask_outside_interval(acc_S, cS, visible, item.first_key, config.tile_n, nothing)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, gemm, rows_and_column
 from flash_attn_cute.kernels.sm90.scores import cap
 from flash_attn_cute.kernels.sm90.selection_config import SelectionBackwardConfig
 from flash_attn_cute.kernels.sm90.selection_kernel import ItemKernel, ItemWork
-from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared, mask_hidden, visible_keys
+from flash_attn_cute.kernels.sm90.selection_transfers import COLUMNS, BlockShared
 from flash_attn_cute.kernels.sm90.shared import one_of, transposed, write
 
 _BARRIER_WARPGROUP = 1  # a named barrier a warpgroup; 0 is the whole CTA's
@@ -225,9 +225,7 @@ class SelectionBackwardSm90(ItemKernel):
         gemm(work.mmas.S, work.acc_dP, work.tPrdO[None, None, None, stage], work.tPrV, is_first=True)
         rows = [rows_and_columns(work.cS)[r, 0][0] for r in range(2)]
         picks = [shared.entries[row // c.group, stage, work.warpgroup] for row in rows]
-        visible = visible_keys(
-            c, work.arguments, work.item, picks, shared.bits_of(rows, c.group, stage, work.warpgroup)
-        )
+        visible = self.visible_keys(work, rows, picks, stage)
         lse, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for r in cutlass.range_constexpr(2):
             place = work.unit_idx, picks[r] // n.top, rows[r] % c.group
@@ -341,7 +339,7 @@ class SelectionBackwardSm90(ItemKernel):
         c, acc_S, log2 = self.config, work.acc_S, work.scales.log2
         if const_expr(c.features.softcap):
             cap(acc_S, work.scales.tanh)
-        mask_hidden(c, acc_S, work.cS, visible, work.item, hidden(log2))
+        self.mask_hidden(work, visible, hidden(log2))
         packed = cute.recast_tensor(work.rP, Int32)
         for i in cutlass.range_constexpr(cute.size(packed)):
             low, high = (cute.math.exp2(fma(acc_S[2 * i + j], log2, -lse[i % 2]), fastmath=True) for j in range(2))
