@@ -85,7 +85,6 @@ class ForwardKernel(MainKernel):
         """Launches the kernel, behind those that make the tables of a mask."""
         c = self.config
         mO, mLSE = rows_first(a.mO, c.features.packed), numbers_first(a.mLSE, c.features.packed)
-        self.Storage = self.memory.struct()
         mmas, tma = self.mmas(), self.tma(a, mO)
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mO, mLSE, a, self.row_tables(a, stream), scales)
@@ -125,7 +124,6 @@ class BackwardKernel(MainKernel):
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:
         c = self.config
         mdK, mdV = (rows_first(x, c.features.packed) for x in (a.mdK, a.mdV))
-        self.Storage = self.memory.struct()
         mmas, tma = self.mmas(), self.tma(a, mdK, mdV)
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         kernel = self.kernel(mmas, tma, mdK, mdV, a, ws, scales)
@@ -165,7 +163,6 @@ class BiasGradientKernel(MainKernel):
         c = self.config
         tensors = zip(PIECE_OPERANDS, (a.mQ, a.mK, a.mdO, a.mV), strict=True)
         tma = tuple(self.loaded_tiles(name, x) for name, x in tensors)
-        self.Storage = self.memory.struct()
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables, ctas = self.tables(a, stream), math.prod(self.map.owners(a))
         # Lse and delta (lse or delta, head, block, query), which the backward pass left at the start of its workspace.

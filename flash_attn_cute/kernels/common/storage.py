@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
@@ -24,13 +25,14 @@ class SharedMemory:
     # The architecture's layout of a tile, from a dtype, the columns that its swizzled atoms divide, and a shape.
     swizzled: Callable[[type, int, tuple[int, ...]], cute.ComposedLayout]
 
-    def struct(self) -> type:
-        """The struct of a CTA's shared memory: mbarriers of all pipelines, then all buffers by name."""
+    def allocate(self) -> Any:
+        """Allocates a CTA's shared memory, on the device: mbarriers of all pipelines, then all buffers by name."""
         members: dict[str, Any] = {"barriers": cute.struct.MemRange[Int64, len(self.schedule.arrive_counts)]}
         for buffer in self.schedule.shared:
             array = cute.struct.MemRange[_DTYPES.get(buffer.dtype, self.dtype), buffer.elements]
             members[buffer.name] = cute.struct.Align[array, buffer.align]
-        return cute.struct(type("Storage", (), {"__annotations__": members}))
+        storage = cute.struct(type("Storage", (), {"__annotations__": members}))
+        return cutlass.memory.SmemAllocator().allocate(storage)
 
     def ring(self, storage: Any, name: str) -> Ring:
         pipeline = self.schedule.pipeline(name)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
@@ -30,7 +29,7 @@ def begin(kernel: Constexpr, tma: Constexpr, ctas: Constexpr = 1) -> tuple[Int32
     """
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     thread = cute.arch.thread_idx()[0] % 128
-    storage = cutlass.memory.SmemAllocator().allocate(kernel.Storage)
+    storage = kernel.memory.allocate()
     shared, init_barriers, pair = kernel.shared_memory(storage), partial(kernel.memory.init, storage), ctas == 2
     if warp_idx == PRODUCER_WARP:
         prefetch_descriptors(tma)

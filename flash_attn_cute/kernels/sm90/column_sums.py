@@ -116,7 +116,6 @@ class ColumnSumsSm90(MainKernel):
     @cute.jit
     def __call__(self, a: ColumnSumsArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
-        self.Storage = self.memory.struct()
         tma = _Tiles(Q=self.loaded_tiles("sQ", a.mQ), K=self.loaded_tiles("sK", a.mK))
         mLSE, mSums = (numbers_first(x, self.config.features.packed) for x in (a.mLSE, a.mSums))
         kernel = self.kernel(self.mmas(), tma, mLSE, mSums, a)
@@ -133,7 +132,7 @@ class ColumnSumsSm90(MainKernel):
         schedule, memory = self.schedule, self.memory
         producer, mma_role = map(schedule.role, ("producer", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        storage = self.memory.allocate()
         if warp_idx == 0:
             prefetch_descriptors(tma)
             with cute.arch.elect_one():

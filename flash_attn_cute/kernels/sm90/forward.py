@@ -120,7 +120,7 @@ class ForwardSm90(ForwardKernel):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        shared = self._set_up(arguments, cutlass.memory.SmemAllocator().allocate(self.Storage), warp_idx)
+        shared = self._set_up(arguments, self.memory.allocate(), warp_idx)
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)
             transfers = self.transfers(c, arguments, tables, tma, shared)

@@ -59,7 +59,6 @@ class SelectionSm90(ItemKernel):
     def __call__(self, arguments: SelectionArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel, a CTA an item, and the one that merges."""
         c, a, n = self.config, arguments, arguments.numbers
-        self.Storage = self.memory.struct()
         picks = n.num_rows * n.top
         parts = carved(a.mWorkspace, workspace_parts(c, n.num_units, picks), Float32)
         tma = ForwardTiles(

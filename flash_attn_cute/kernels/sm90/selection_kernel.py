@@ -110,7 +110,17 @@ class ItemKernel(MainKernel):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index, _, _ = cute.arch.block_idx()
         unit_idx, number = index // a.numbers.num_items, index % a.numbers.num_items
-        shared = self._set_up(tma, warp_idx)
+        if warp_idx == 0:
+            prefetch_descriptors(tma)
+        storage = self.memory.allocate()
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                self.memory.init(storage)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        buffers = self.memory.tensors(storage, *(buffer.name for buffer in schedule.shared))
+        k, v, q = (self.memory.ring(storage, name) for name in ("k", "v", "q0"))
+        shared = self.kind_of_shared(**buffers, k_ring=k, v_ring=v, first_q_ring=q)
         unit = SelectedUnit.of(self.config, a, unit_idx)
         item = Item.of(a, tables, unit, number)
         if warp_idx < 4:
@@ -126,22 +136,6 @@ class ItemKernel(MainKernel):
             if item.start < item.stop:
                 given = {"arguments": a, "mmas": mmas, "tma": tma, "parts": parts, "scales": scales, "shared": shared}
                 self.mma(self._item_work(**given, unit_idx=unit_idx, number=number, item=item))
-
-    @cute.jit
-    def _set_up(self, tma: Constexpr, warp_idx: Int32) -> Any:
-        """Initialises a CTA's barriers, and returns its shared memory."""
-        memory = self.memory
-        if warp_idx == 0:
-            prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                memory.init(storage)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        buffers = memory.tensors(storage, *(buffer.name for buffer in self.schedule.shared))
-        rings = {f"{name}_ring": memory.ring(storage, name) for name in ("k", "v")}
-        return self.kind_of_shared(**buffers, **rings, first_q_ring=memory.ring(storage, "q0"))
 
     def _item_work(self, mmas: Any, shared: Any, **given: Any) -> ItemWork:
         """Makes this mma warpgroup's ``ItemWork``, of which some fields are given."""

@@ -67,7 +67,7 @@ class BiasGradientSm90(BiasGradientKernel):
         c, memory, threads = self.config, self.memory, self.schedule.threads
         producer, mma_role = map(self.schedule.role, ("producer", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        storage = self.memory.allocate()
         rings = memory.rings(storage)
         bias = SharedBias.of(c, a, memory, storage)
         pieces = Pieces.at(rings.pieces, storage.pieces, c.features.packed)

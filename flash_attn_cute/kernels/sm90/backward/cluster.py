@@ -112,7 +112,7 @@ class BackwardClusterSm90(BackwardKernel):
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        storage = self.memory.allocate()
         shared = Shared.of(self.memory, storage, rank)
         if warp_idx == 0:
             with cute.arch.elect_one():

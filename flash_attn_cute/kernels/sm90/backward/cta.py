@@ -142,7 +142,7 @@ class BackwardCtaSm90(BackwardKernel):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        storage = self.memory.allocate()
         shared = Shared.of(c, a, self.memory, storage)
         if warp_idx == 0:
             with cute.arch.elect_one():

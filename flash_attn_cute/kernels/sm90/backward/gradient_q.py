@@ -96,7 +96,6 @@ class GradientQSm90(MainKernel):
         """Launches the kernel for a chunk of heads, with as many CTAs as SMs have room for."""
         c, n = self.config, a.numbers
         mdQ = rows_first(a.mdQ, packed=False)
-        self.Storage = self.memory.struct()
         store = cpasync.CopyBulkTensorTileS2GOp()
         dQ = None if c.features.wide else self.memory.row_tiles(store, "sOut", mdQ, ragged=False)
         tma = _Tiles(K=self.loaded_tiles("sK", a.mK), dQ=dQ)
@@ -107,7 +106,7 @@ class GradientQSm90(MainKernel):
     def kernel(self, mma: cute.TiledMma, tma: _Tiles, mdQ: cute.Tensor, a: BackwardArguments, ws: Workspace) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        storage = self.memory.allocate()
         if warp_idx == 0:
             prefetch_descriptors(tma)
             with cute.arch.elect_one():

@@ -110,7 +110,6 @@ class SelectionBackwardSm90(ItemKernel):
     def __call__(self, arguments: SelectionBackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel, a CTA an item, one ahead, and two behind."""
         c, a, n = self.config, arguments, arguments.numbers
-        self.Storage = self.memory.struct()
         sizes = backward_workspace_parts(c, n.num_units, n.num_rows, n.num_rows * n.top, n.num_items)
         parts = carved(a.mWorkspace, sizes, Float32)
         tma = _Tma(
