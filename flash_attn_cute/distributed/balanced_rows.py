@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, TypeAlias
 
 from flash_attn_cute.problem.band import Band
@@ -253,9 +253,11 @@ def _deal(ordered: _RunsByCost, counts: Sequence[int]) -> Iterable[list[Document
 
 def _low_cost_rows(ordered: _RunsByCost, low: int, high: int, num_rows: int, area: float, tolerance: float) -> int:
     """The number of a rank's rows that come from the low-cost end; the others come from the high-cost end."""
+    everything = ordered.area(low, high)
 
+    @cache
     def excess(count: int) -> float:
-        return ordered.area(low, low + count) + ordered.area(high - num_rows + count, high) - area
+        return everything - ordered.area(low + count, high - num_rows + count) - area
 
     least, most = 0, num_rows
     for count in (most, least):
