@@ -1,4 +1,4 @@
-"""The largest logit of each head, ``return_max_logits=True``, against float64's, beside every other feature."""
+"""The largest logit of each head, ``return_max_logits=True``, against float64's."""
 
 import dataclasses
 from typing import Any
@@ -50,16 +50,21 @@ CASES: dict[str, Case] = {
     "bias, causal, grouped": {"bias": (0, 0, 1), "causal": True, "nheads_k": 2},
     "bias, strided": {"bias": (1, 1, 1), "bias_layout": "transposed", "causal": True},
     "bias, mask and softcap": {"bias": (1, 1, 1), "mask": (1, 1, 1), "softcap": 2.0},
+    "d128, float16": {"head_dim": 128, "causal": True, "packed": False, "dtype": torch.float16},
     "d256": {"head_dim": 256, "causal": True},
     "d192, dv128": {"head_dim": 192, "head_dim_v": 128},
     "d72": {"head_dim": 72, "causal": True},
+    "d72, dv40": {"head_dim": 72, "head_dim_v": 40},
 }
 
 
+@pytest.mark.parametrize(
+    "asked", [{"return_max_logits": True}, {"precise_gradients": True, "through_lse": True}], ids=str
+)
 @each_on(CASES)
-def test_beside_other_features(backend: str, case: Case) -> None:
-    """Both passes, too: no gradient goes through max_logits, and all others are right."""
-    assert_matches_oracle(call_of(backend, case), backend=backend, return_max_logits=True)
+def test_beside_other_features(backend: str, case: Case, asked: Case) -> None:
+    """Both passes, too, and precise gradients: none goes through max_logits, and all are right."""
+    assert_matches_oracle(call_of(backend, case), backend=backend, **asked)
 
 
 @on_each_backend

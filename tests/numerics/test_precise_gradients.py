@@ -1,4 +1,7 @@
-"""``precise_gradients=True``: gradients that do not suffer from the rounding of out, beside every other feature."""
+"""``precise_gradients=True``: gradients that do not suffer from the rounding of out.
+
+``test_max_logits.py`` has them beside every other feature.
+"""
 
 from typing import Any
 
@@ -15,13 +18,9 @@ from flash_attn_cute.calls.prepared_call import Plan, prepare
 from flash_attn_cute.problem.spec import AttentionInputs, Options, Results, residual_columns
 from tests.lib.checks import (
     DEVICES,
-    Case,
     assert_compiles,
-    assert_matches_oracle,
     bitwise_equal,
-    call_of,
     call_on,
-    each_on,
     needs_kernels,
     on_each_backend,
     random_call,
@@ -32,28 +31,6 @@ from tests.lib.residuals import assert_restored
 
 OPTIONS = Options(window_right=0, precise_gradients=True)
 MEANS = "means in q, k, v, dout"
-CASES: dict[str, Case] = {
-    "full": {},
-    "causal, dense, float16": {"causal": True, "packed": False, "dtype": torch.float16},
-    "window": {"window_size": (20, 3), "head_dim": 64},
-    "few queries, grouped": {"nheads_k": 1, "lengths": ([7, 5, 0], [300, 5, 20])},
-    "grouped, d256": {"nheads_k": 1, "head_dim": 256, "causal": True},
-    "d192, dv128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
-    "d72, dv40": {"head_dim": 72, "head_dim_v": 40},
-    "padding": {"seqused": True, "causal": True},
-    "padding, dense": {"seqused": True, "packed": False},
-    "sink, softcap": {"sink": True, "softcap": 2.0},
-    "mask": {"mask": (1, 1, 1)},
-    "bias": {"bias": (1, 1, 1)},
-    "bias of all heads, sink": {"bias": (0, 0, 1), "sink": True, "causal": True},
-}
-
-
-@each_on(CASES)
-def test_beside_other_features(backend: str, case: Case) -> None:
-    assert_matches_oracle(
-        call_of(backend, {"head_dim": 128} | case), backend=backend, precise_gradients=True, through_lse=True
-    )
 
 
 def _gradients(x: Data, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Gradients]:

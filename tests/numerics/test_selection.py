@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.cute import CuteBackend, selection_plan
 from flash_attn_cute.backends.portable import selected
+from flash_attn_cute.calls import dispatch
+from tests.lib import checks
 from tests.lib.checks import (
     Case,
     assert_compiles,
@@ -20,11 +23,14 @@ from tests.lib.checks import (
     bitwise_equal,
     differing,
     draws,
+    each_of,
+    hopper_alone,
     needs_kernels,
     offsets,
     packed_or_dense,
     padded_results,
     random_call,
+    run,
     same_bits,
     small_call,
 )
@@ -33,6 +39,7 @@ from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
 LENGTHS = (0, 1, 15, 63, 64, 65, 128, 129, 200)
+ON_HOPPER = hopper_alone("no other architecture has kernels for selections")
 
 
 def drawn(draw: random.Random, device: str) -> Call:
@@ -44,6 +51,38 @@ def test_random_selections(fuzz_seconds: float, device: str) -> None:
     for _, draw in draws("selections", 2 * fuzz_seconds, least=10):  # a busy machine may be slow
         asked: Case = {"through_lse": draw.random() < 0.5, "return_max_logits": draw.random() < 0.3}
         assert_matches_oracle(drawn(draw, device), backend="portable", **asked)
+
+
+@ON_HOPPER
+def test_random_selections_on_hopper(fuzz_seconds: float) -> None:
+    """Calls of 32 kinds, as each kind compiles kernels of its own."""
+    sizes = (*LENGTHS, 127, 500)
+    for _, rng in draws("selections on sm90", 4 * fuzz_seconds, least=10):
+        kind = random.Random(f"{checks.fuzz_seed} {rng.randrange(32)}")
+        torch.manual_seed(rng.randrange(2**31))
+        nheads_k, group = rng.randint(1, 2), kind.choice([1, 2, 3, 4, 8, 16, 32])
+        packed, seqused, batch = kind.random() < 0.5, kind.random() < 0.3, rng.randint(1, 3)
+        lengths = [(rng.choice(sizes), rng.choice(sizes)) for _ in range(batch)]
+        lengths = lengths if packed or seqused else lengths[:1] * batch
+        call = random_call(
+            *map(list, zip(*lengths, strict=True)),
+            nheads=nheads_k * group,
+            nheads_k=nheads_k,
+            head_dim=kind.choice([64, 128, 128, 72, 32, 136, 192, 256]),
+            head_dim_v=kind.choice([None, None, 64, 128, 256]),
+            dtype=kind.choice([torch.bfloat16, torch.float16]),
+            packed=packed,
+            seqused=seqused,
+            causal=kind.random() < 0.5,
+            window_size=(kind.choice([None, None, 0, 90]), kind.choice([None, None, 3, 150])),
+            softcap=kind.choice([0.0, 0.0, 2.0]),
+            sink=kind.random() < 0.3,
+            device="cuda",
+        )
+        block = kind.choice([64, 128, 192, 1, 4, 16, 32, 40, 100])
+        call = random_selection(call, rng, block, rng.choice([0, 1, 2, 5, 16]))
+        max_logits = kind.random() < 0.3
+        assert_matches_oracle(call, through_lse=kind.random() < 0.5, return_max_logits=max_logits, backend="sm90")
 
 
 @packed_or_dense
@@ -93,9 +132,15 @@ def test_the_same_bits_every_time(device: str, repetitions: int) -> None:
     assert not differing(both(), both, repetitions if device == "cuda" else 5)
 
 
-@needs_kernels
-def test_the_host_never_waits() -> None:
-    assert_selections_are_captured("portable")
+@pytest.mark.parametrize(
+    ("backend", "block"),
+    [
+        pytest.param("portable", 64, marks=needs_kernels),
+        *(pytest.param("sm90", block, marks=ON_HOPPER) for block in (64, 16)),
+    ],
+)
+def test_the_host_never_waits(backend: str, block: int) -> None:
+    assert_selections_are_captured(backend, block)
 
 
 def test_blocks_of_another_size() -> None:
@@ -122,6 +167,86 @@ def test_compiled(packed: bool) -> None:
 
     shape = (180, 2, 3) if packed else (2, 2, 90, 3)
     assert_compiles(step, [(*qkv, torch.randint(-1, 5, shape)) for _ in range(3)], 1)
+
+
+@ON_HOPPER
+def test_compiled_on_hopper() -> None:
+    qkv = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        mask = BlockMask.from_selection(indices, block=64, seqlen_k=512)
+        out: Tensor = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend="sm90")
+        return out
+
+    calls = [(*qkv, torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")) for _ in range(2)]
+    assert_compiles(step, calls, 1, "inductor")
+
+
+GROUPS: dict[str, Case] = {
+    "group-of-16": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 16},
+    "group-of-4": {"nheads": 16, "nheads_k": 4, "head_dim": 128, "top": 16},
+    "heads-alone": {"nheads": 4, "nheads_k": 4, "head_dim": 64, "top": 8},
+    "d192-dv128": {"nheads": 16, "nheads_k": 1, "head_dim": 192, "head_dim_v": 128, "top": 16},
+    "d256": {"nheads": 8, "nheads_k": 2, "head_dim": 256, "top": 8},
+    "blocks-of-128": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 8, "block": 128},
+    "blocks-of-16": {"nheads": 16, "nheads_k": 1, "head_dim": 128, "top": 64, "block": 16},
+    "blocks-of-4": {"nheads": 8, "nheads_k": 2, "head_dim": 64, "top": 128, "block": 4},
+}
+
+
+def causal(options: Case, rows: int) -> Call:
+    """A causal call whose queries select their own block, the first, and others before their own."""
+    given = dict(options)
+    top, block = given.pop("top"), given.pop("block", 64)
+    torch.manual_seed(0)
+    call = random_call([rows], dtype=torch.bfloat16, packed=False, causal=True, device="cuda", **given)
+    own = torch.arange(rows, device="cuda")[:, None] // block
+    indices = (torch.rand(1, given["nheads_k"], rows, top, device="cuda") * (own + 1)).int()
+    indices[..., 0], indices[..., 1] = 0, own[:, 0]
+    return with_selection(call, indices, block)
+
+
+@ON_HOPPER
+@each_of("options", GROUPS)
+def test_causal(options: Case) -> None:
+    assert_matches_oracle(causal(options, 1500), through_lse=True, backend="sm90")
+
+
+@ON_HOPPER
+@each_of("options", GROUPS)
+def test_the_same_bits_on_hopper(options: Case, repetitions: int) -> None:
+    both = partial(padded_results, causal(options, 1500), 0.0, backend="sm90")
+    assert not differing(both(), both, repetitions)
+
+
+@ON_HOPPER
+@torch.no_grad()
+def test_the_same_bits_in_any_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, backend = causal(GROUPS["group-of-4"], 1000), dispatch.BACKENDS["sm90"]
+    whole = run(call, return_lse=True, backend="sm90")
+    assert isinstance(backend, CuteBackend)
+    monkeypatch.setattr(backend, "launch_of", backend._launch_of)  # anew in each call
+    for bound in (1 << 22, 1 << 20):
+        monkeypatch.setattr(selection_plan, "_WORKSPACE", bound)
+        assert same_bits(whole, run(call, return_lse=True, backend="sm90"))
+
+
+@ON_HOPPER
+def test_tables_take_little_time() -> None:
+    """Kernels that list 2.1 million picks take less than half a millisecond."""
+    rows, top = 32_768, 16
+    q, k, v = (torch.randn(1, rows, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    own = torch.arange(rows, device="cuda")[:, None] // 64
+    indices = (torch.rand(1, 4, rows, top, device="cuda") * (own + 1)).int()
+    mask = BlockMask.from_selection(indices, block=64, seqlen_k=rows)
+    attend = partial(flash_attn_func, q, k, v, causal=True, block_mask=mask, backend="sm90")
+    attend()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attend()
+        torch.cuda.synchronize()
+    times = [event.device_time_total for event in profile.key_averages() if "tablesPick" in event.key]  # microseconds
+    assert len(times) == 3
+    assert sum(times) < 500
 
 
 def test_recomputed() -> None:
