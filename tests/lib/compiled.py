@@ -94,13 +94,7 @@ def count(code: str, instruction: str) -> int:
 
 def class_name(function: str) -> str:
     """Name of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    names = "Forward|ForwardHalfBlocks|ForwardPair|BackwardCta|BackwardHalfBlocks|BackwardCluster|BackwardTwoPass"
-    names += "|BackwardPair|BackwardPairTwoPass|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists"
-    names += "|PieceTiles|BlockTiles|KeyRanges|Selection|SelectionMerge|SelectionBackward"
-    names += "|SelectionPreprocess|SelectionQueryGradients|SelectionKeyGradients"
-    names += "|BackwardStoredDS|GradientQ|Cells"
-    names += "|PickChunks|PickItems|ColumnSums"
-    found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
+    found = re.search(r"[a-z\d_]([A-Z][A-Za-z]+?)(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]
     return found[1]
 
