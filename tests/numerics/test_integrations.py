@@ -31,6 +31,8 @@ from tests.lib.integrations import (
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
+sdpa = dot.scaled_dot_product_attention
+
 # Signatures: positional arguments with their defaults, then keywords. Those of flash-attn are of its release 2.8.4 and,
 # for flash-attn 3, of its hopper/flash_attn_interface.py in August 2026.
 
@@ -65,7 +67,7 @@ def assert_as_torch(
     leaves = [x.requires_grad_() for x in (q, k, v)]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask.requires_grad_())
-    out = dot.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, **options)
+    out = sdpa(q, k, v, mask, 0.0, is_causal, **options)
     theirs = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else mask
     if mask is not None:
         theirs = (mask.double() if mask.is_floating_point() else mask).expand(*q.shape[:-1], k.shape[-2])
@@ -130,7 +132,7 @@ def test_sdpa_causal_biases(make: Any, lengths: tuple[int, int], heads: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # more queries than keys: some see none
         bias = make(*lengths)
-    got = dot.scaled_dot_product_attention(q, k, k, bias)
+    got = sdpa(q, k, k, bias)
     assert type(got) is Tensor
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, bias._materialize())
     torch.testing.assert_close(got, expected.nan_to_num(0.0))
@@ -153,27 +155,27 @@ def test_subclasses_are_refused_unless_they_are_what_they_store() -> None:
     q = torch.randn(2, 3, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool)
     torch.testing.assert_close(
-        dot.scaled_dot_product_attention(q, q, q, mask.as_subclass(Named)).as_subclass(Tensor),
-        dot.scaled_dot_product_attention(q, q, q),
+        sdpa(q, q, q, mask.as_subclass(Named)).as_subclass(Tensor),
+        sdpa(q, q, q),
     )
     odd = mask.as_subclass(Meaning)
     message = r"expected a plain tensor, got (Meaning|CausalBias), a subclass .* \.as_subclass\(torch.Tensor\)"
     with pytest.raises(TypeError, match=f"^attn_mask: {message}"):
-        dot.scaled_dot_product_attention(q, q, q, odd)
+        sdpa(q, q, q, odd)
     with pytest.raises(TypeError, match=f"^key: {message}"):
-        dot.scaled_dot_product_attention(q, q.as_subclass(Meaning), q)
+        sdpa(q, q.as_subclass(Meaning), q)
     with pytest.raises(TypeError, match=f"bias: {message}"):
         flash_attn_func(q, q, q, bias=causal_upper_left(3, 3))
     with pytest.raises(
         ValueError, match=r"attn_mask: expected a CausalBias of \(5, 5\) rows of query and key, got one"
     ):
-        dot.scaled_dot_product_attention(q, q, q, causal_lower_right(5, 6))
+        sdpa(q, q, q, causal_lower_right(5, 6))
 
 
 def test_sdpa_nested_tensors_are_refused() -> None:
     q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(4, 2, 8)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(TypeError, match="query: expected a dense tensor, got a nested one"):
-        dot.scaled_dot_product_attention(q, q, q)
+        sdpa(q, q, q)
 
 
 def test_sdpa_broadcasts_batch_dimensions() -> None:
@@ -186,13 +188,13 @@ def test_sdpa_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     projected = torch.randn(3, 2, 12, 4, 8).transpose(2, 3)
     key = projected[1]
     for query in (projected[0], projected[0][..., :5, :], torch.randn(2, 4, 20, 8)):
-        out = dot.scaled_dot_product_attention(query, key, projected[2], is_causal=True)
+        out = sdpa(query, key, projected[2], is_causal=True)
         assert out.transpose(1, 2).is_contiguous()
         assert calls[-1]["q"].data_ptr() == query.data_ptr()
         assert calls[-1]["k"].data_ptr() == key.data_ptr()
         assert calls[-1]["mask"] is calls[-1]["bias"] is None
     mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
-    dot.scaled_dot_product_attention(projected[0], key, projected[2], mask)
+    sdpa(projected[0], key, projected[2], mask)
     assert calls[-1]["mask"] is mask
 
 
@@ -200,7 +202,7 @@ def test_sdpa_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deterministic_if_torch_is(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
     torch.use_deterministic_algorithms(deterministic)
-    dot.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8))
+    sdpa(*torch.randn(3, 1, 2, 5, 8))
     packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5)
     packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5, num_splits=1)
     assert dense[0]["deterministic"] is packed[0]["deterministic"] is deterministic
@@ -335,7 +337,7 @@ def test_compiled() -> None:
             fa.flash_attn_func(q, k, v, alibi_slopes=slopes),
             *fa.flash_attn_varlen_qkvpacked_func(packed, cu_q, 10, 0.0, None, True, alibi_slopes=slopes),
             fa3.flash_attn_func(q, k, v, 0.3, True),
-            dot.scaled_dot_product_attention(q, k[..., :3, :], v[..., :3, :], is_causal=True),
+            sdpa(q, k[..., :3, :], v[..., :3, :], is_causal=True),
             packed_attn.varlen_attn(*packed.unbind(1), cu_q, cu_k, 10, 15, window_size=(-1, 0)),
             te.thd_attention(*packed.unbind(1), cu_q, cu_k),
         ]
@@ -353,7 +355,7 @@ def test_compiled() -> None:
         (lambda q, k, v: fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4)), False),
         (lambda q, k, v, slopes: fa.flash_attn_func(q, k, v, alibi_slopes=slopes), True),
         (fa3.flash_attn_func, False),
-        (lambda q, k, v: dot.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))), False),
+        (lambda q, k, v: sdpa(*(x.transpose(1, 2) for x in (q, k, v))), False),
     ],
     ids=["fa", "slopes", "slopes of batch", "fa3", "sdpa"],
 )
@@ -386,10 +388,10 @@ def test_thd_exported_for_any_number_of_sequences() -> None:
 def test_sdpa_compiled_for_any_batch_beside_a_mask_of_one() -> None:
     """Sizes are numbers in the mask, and symbols in the tensors beside it."""
     q, mask = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 1, 5, 5)
-    expected = dot.scaled_dot_product_attention(q, q, q, mask)
+    expected = sdpa(q, q, q, mask)
     for dim in (0, 1):
         torch._dynamo.maybe_mark_dynamic(q, dim)
-    got = torch.compile(dot.scaled_dot_product_attention, fullgraph=True, backend="eager")(q, q, q, mask)
+    got = torch.compile(sdpa, fullgraph=True, backend="eager")(q, q, q, mask)
     torch.testing.assert_close(got, expected)
 
 
@@ -475,29 +477,29 @@ fa.flash_attn_varlen_qkvpacked_func(packed, cu, None, alibi_slopes=slopes)
     TypeError: max_seqlen: expected an int or a 0-d tensor, got None
 fa.flash_attn_varlen_func(*rows, cu, cu, 6, 6, alibi_slopes=slopes, seqused_k=[1, 2])
     TypeError: seqused_k: expected a torch.Tensor, got list
-dot.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+sdpa(q, k, v, dropout_p=0.1)
     ValueError: dropout_p: expected 0.0
-dot.scaled_dot_product_attention(q, k, v, None, q)
+sdpa(q, k, v, None, q)
     ValueError: dropout_p: expected 0.0, dropout is not supported, got Tensor
-dot.scaled_dot_product_attention(q, k, v, None, 0.0, q)
+sdpa(q, k, v, None, 0.0, q)
     TypeError: is_causal: expected a bool, got tensor(
-dot.scaled_dot_product_attention(q, k, v, enable_gqa=1)
+sdpa(q, k, v, enable_gqa=1)
     TypeError: enable_gqa: expected a bool, got 1
-dot.scaled_dot_product_attention(q, k.to_sparse(), v)
+sdpa(q, k.to_sparse(), v)
     TypeError: key: expected a strided tensor, got torch.sparse_coo
-dot.scaled_dot_product_attention(q, k, None)
+sdpa(q, k, None)
     TypeError: value: expected a torch.Tensor, got None
-dot.scaled_dot_product_attention(q, k, v, True)
+sdpa(q, k, v, True)
     TypeError: attn_mask: expected None or a torch.Tensor, got bool
-dot.scaled_dot_product_attention(q, k, v, torch.ones(4, 4, dtype=torch.int64))
+sdpa(q, k, v, torch.ones(4, 4, dtype=torch.int64))
     TypeError: attn_mask: expected bool (True = may attend) or a floating-point dtype, got torch.int64
-dot.scaled_dot_product_attention(q.double(), k.double(), v.double(), torch.zeros(4, 4).half())
+sdpa(q.double(), k.double(), v.double(), torch.zeros(4, 4).half())
     TypeError: attn_mask: expected
-dot.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+sdpa(q[0, 0], k[0, 0], v[0, 0])
     ValueError: query: expected shape (..., nheads, rows, d), got shape (4, 8)
-dot.scaled_dot_product_attention(q, torch.cat([k, k[:1]]), v)
+sdpa(q, torch.cat([k, k[:1]]), v)
     ValueError: key, value: expected batch dimensions that broadcast with query's, got (2, 6, 4, 8), (3, 6, 4, 8),
-dot.scaled_dot_product_attention(q[None], k[None], v[None], torch.zeros(1, 3, 1, 4, 4))
+sdpa(q[None], k[None], v[None], torch.zeros(1, 3, 1, 4, 4))
     ValueError: attn_mask: expected batch dimensions that broadcast to (1, 2), got shape (1, 3, 1, 4, 4)
 packed_attn.varlen_attn(one, packed[:, 1], packed[:, 2], cu, cu, 6, 6)
     ValueError: query: expected shape (rows, heads, d), got shape
@@ -520,9 +522,9 @@ te.thd_attention(*rows, cu, cu, window_size=3)
 te.thd_attention(*rows, cu, cu, attn_mask_type=None)
     ValueError: attn_mask_type: expected one of no_mask, padding, causal, padding_causal, causal_padding,
     causal_bottom_right
-dot.scaled_dot_product_attention(q, k.half(), v)
+sdpa(q, k.half(), v)
     TypeError: key: expected the dtype of query, torch.float32, got torch.float16
-dot.scaled_dot_product_attention(q, k, v, torch.zeros(5, 4))
+sdpa(q, k, v, torch.zeros(5, 4))
     ValueError: attn_mask: expected a shape that broadcasts to (batch, nheads, seqlen_q, seqlen_k)
 packed_attn.varlen_attn(*rows, cu, cu.long(), 6, 6)
     TypeError: cu_seq_k: expected int32, got torch.int64
