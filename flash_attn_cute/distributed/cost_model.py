@@ -5,7 +5,7 @@ merging. Kernels take time for each visible pair. They also take time for each q
 and are masked in part.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -69,14 +69,8 @@ def best(found: dict[str, Estimate]) -> str:
 
 def computing(layout: Layout, shape: Shape) -> tuple[float, float]:
     """Seconds of the mean rank's kernels, forward and backward."""
-    pairs = sum(_pairs(layout, document) for document in range(len(layout.bands)))
-    forward, backward = _kernels(pairs, sum(layout.lengths_q), shape)
+    forward, backward = _kernels(sum(layout.areas), sum(layout.lengths_q), shape)
     return forward / layout.num_ranks, backward / layout.num_ranks
-
-
-def _pairs(layout: Layout, document: int) -> int:
-    length_q, length_k = layout.lengths_q[document], layout.lengths_k[document]
-    return layout.bands[document].area(0, length_q, length_k)
 
 
 def _kernels(pairs: Numbers, queries: Numbers, shape: Shape) -> tuple[Numbers, Numbers]:
@@ -93,12 +87,13 @@ def _all_gather(layout: Layout, shape: Shape, host: int) -> Estimate:
 
 def _all_gather_of(layout: Layout, shape: Shape, host: int, hosts: Layout | None, rank: int) -> Estimate:
     """The estimate of one rank; ``hosts`` has the keys of whole hosts, if there are several."""
-    needed, whole = layout.needed_by[rank], layout.whole_documents(rank)
-    rows = _length(ranges for document, ranges in needed.items() if document not in whole)
-    others = _length(needed.values()) - _num_rows(common(needed, layout.keys_of[rank]))
-    network = 0 if hosts is None else _length(needed.values()) - _num_rows(common(needed, hosts.keys_of[rank // host]))
+    whole = layout.whole_documents(rank)
+    needed = {document: ranges for document, ranges in layout.needed_by[rank].items() if document not in whole}
+    rows = sum(stop - start for ranges in needed.values() for start, stop in ranges)
+    others = rows - _num_rows(common(needed, layout.keys_of[rank]))
+    network = 0 if hosts is None else rows - _num_rows(common(needed, hosts.keys_of[rank // host]))
     queries = layout.queries.num_rows(rank) - sum(part.q_stop - part.q_start for part in whole.values())
-    own = _kernels(sum(_pairs(layout, d) for d in whole), layout.queries.num_rows(rank) - queries, shape)
+    own = _kernels(sum(layout.areas[d] for d in whole), layout.queries.num_rows(rank) - queries, shape)
     received = _Rows(others - network, network, min(host, layout.num_ranks) - 1)
     key = shape.nheads_k * (shape.d + shape.d_v)
     # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
@@ -214,7 +209,3 @@ class _Rows(NamedTuple):
 
 def _num_rows(found: Mapping[int, Sequence[Run]]) -> int:
     return sum(run.stop - run.start for runs in found.values() for run in runs)
-
-
-def _length(found: Iterable[Sequence[tuple[int, int]]]) -> int:
-    return sum(stop - start for ranges in found for start, stop in ranges)

@@ -41,6 +41,12 @@ class Layout:
         return self.queries.num_ranks
 
     @cached_property
+    def areas(self) -> list[int]:
+        """The number of visible pairs of each document."""
+        each = zip(self.bands, self.lengths_q, self.lengths_k, strict=True)
+        return [band.area(0, length_q, length_k) for band, length_q, length_k in each]
+
+    @cached_property
     def queries_of(self) -> list[dict[int, list[Run]]]:
         """The real queries of each rank, in its own rows."""
         return _runs(self.queries, self.lengths_q)

@@ -73,13 +73,13 @@ def _visible(layout: Layout) -> tuple[Tensor, Tensor]:
     """Visible pairs, and queries in such, of a rank's queries (first dimension) and a rank's keys (second one)."""
     own, shared = [[0, 0] for _ in range(layout.num_ranks)], []
     for document, of_queries, of_keys in _documents(layout):
-        band, ranks = layout.bands[document], {rank for rank, _ in (*of_queries, *of_keys)}
+        ranks = {rank for rank, _ in (*of_queries, *of_keys)}
         if len(ranks) > 1:
-            shared.append(_table(band, of_queries, of_keys))
+            shared.append(_table(layout.bands[document], of_queries, of_keys))
         else:  # most documents, and much quicker
-            length, sums = layout.lengths_q[document], own[ranks.pop()]
-            sums[0] += band.area(0, length, layout.lengths_k[document])
-            sums[1] += length
+            sums = own[ranks.pop()]
+            sums[0] += layout.areas[document]
+            sums[1] += layout.lengths_q[document]
     pairs, queries = (torch.tensor(sums, dtype=torch.float64, device="cpu").diag() for sums in zip(*own, strict=True))
     if shared:
         q_rank, q_start, q_stop, k_rank, k_start, k_stop, lower, upper = torch.cat(shared).unbind(1)
