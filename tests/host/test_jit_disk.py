@@ -80,11 +80,17 @@ time.sleep(300)
 
 
 def test_the_lock_is_let_go(folder: Path) -> None:
+    """Another process may still have its file, one that was forked without Python's knowledge."""
     with disk.Folder(folder) as opened:
         with pytest.raises(ZeroDivisionError), opened.lock(NAME):
             1 / 0  # noqa: B018
+        with opened.lock(NAME, waits=False) as is_held:
+            assert is_held
+            other = os.dup(*disk._locks)
         with open(folder / f"{NAME}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    assert not disk._locks, "a child of a fork closes these, whatever file they are by then"
 
 
 def test_where_the_file_system_has_no_locks_the_machine_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
