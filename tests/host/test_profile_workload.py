@@ -43,20 +43,24 @@ def test_workload_runs(direction: str, shape: list[str], monkeypatch: pytest.Mon
     assert passes == expected[direction]
 
 
-def test_workload_survives_its_own_command_line() -> None:
-    """A profiler is given the command that was asked for."""
+def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     workload.add_options(parser)
     workload.add_calls(parser)
+    return parser.parse_args(arguments)
+
+
+def test_workload_survives_its_own_command_line() -> None:
+    """A profiler is given the command that was asked for."""
     for arguments in (
         ["--documents", "5,1,20", "--heads", "4", "--heads-k", "2", "--direction", "both"],
         ["--batch", "3", "--seqlen", "33", "--head-dim", "64", "--causal", "--backend", "portable"],
         ["--dtype", "float16"],
     ):
-        asked = workload.Workload.chosen(parser.parse_args(arguments))
+        asked = workload.Workload.chosen(parsed(arguments))
         python, flag, module, tool, *rest = asked.command(calls=7)
         assert (python, flag, module, tool) == (sys.executable, "-m", "flash_attn_cute.profile", "workload")
-        again = parser.parse_args(rest)
+        again = parsed(rest)
         assert workload.Workload.chosen(again) == asked
         assert again.calls == 7
 
@@ -217,10 +221,8 @@ def test_attention_alone_is_recorded(tmp_path: Path, capsys: Capture) -> None:
     shape = ["--device", "cpu", "--batch", "1", "--seqlen", "20", "--heads", "2", "--dtype", "float32", "--calls", "2"]
     assert __main__.main(["timeline", *shape, "--out", str(tmp_path / "x.png")]) == 0
     assert re.fullmatch(r"\d+\.\d\d ms, nothing on a GPU\nwrote .*x.png\n", capsys.readouterr().out)
-    options = argparse.Namespace(**{"heads_k": None, "documents": (3, 4), "causal": True, "backend": None})
-    options.batch, options.seqlen, options.heads, options.head_dim = 1, 20, 2, 8
-    options.dtype, options.direction = "float32", "both"
-    timeline.record(workload.Workload.chosen(options), 2, torch.device("cpu"), tmp_path / "trace.json")
+    options = "--documents 3,4 --causal --heads 2 --head-dim 8 --dtype float32 --direction both"
+    timeline.record(workload.Workload.chosen(parsed(options.split())), 2, torch.device("cpu"), tmp_path / "trace.json")
     steps = [span.name for span in timeline.read(tmp_path / "trace.json") if span.attention]
     assert len(steps) == 4, steps
     assert steps[0] == steps[2] == "FlashAttention"

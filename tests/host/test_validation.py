@@ -465,44 +465,32 @@ def low(*shape: int) -> torch.Tensor:
     return torch.zeros(shape[-1], dtype=torch.bfloat16).expand(shape)
 
 
-ROWS = 2**30
+ROWS, SQUARE = 2**30, (2**10, 2**20)
+PACKED_TO = f"{ROWS} rows of q, which are packed for this call (expected fewer than 2^30)"
 
 
 @pytest.mark.parametrize(
-    ("rows_q", "rows_k", "reason"),
+    ("function", "rows_q", "rows_k", "options", "reason"),
     [
-        (ROWS - 1, ROWS - 1, None),
-        (ROWS, 8, f"{ROWS} rows of total_q (expected fewer than 2^30)"),
-        (8, ROWS + 1, f"{ROWS + 1} rows of total_k (expected fewer than 2^30)"),
+        (flash_attn_varlen_func, (ROWS - 1,), (ROWS - 1,), {}, ""),
+        (flash_attn_varlen_func, (ROWS,), (8,), {}, f"{ROWS} rows of total_q (expected fewer than 2^30)"),
+        (flash_attn_varlen_func, (8,), (ROWS + 1,), {}, f"{ROWS + 1} rows of total_k (expected fewer than 2^30)"),
+        (flash_attn_func, SQUARE, SQUARE, {}, ""),
+        (flash_attn_func, SQUARE, SQUARE, {"causal": True}, ""),
+        (flash_attn_func, SQUARE, SQUARE, {"seqused_k": torch.zeros(2**10, dtype=torch.int32)}, PACKED_TO),
+        (flash_attn_func, SQUARE, (2**10, 2**20 - 1), {"causal": True}, PACKED_TO),  # some queries see no key
     ],
 )
-def test_packed_rows_of_the_kernels(rows_q: int, rows_k: int, reason: str | None) -> None:
-    call = packed() | {"q": low(rows_q, 1, 8), "k": low(rows_k, 1, 8), "v": low(rows_k, 1, 8)}
+def test_rows_of_the_kernels(
+    function: Any, rows_q: tuple[int, ...], rows_k: tuple[int, ...], options: dict[str, Any], reason: str
+) -> None:
+    """Packed rows, and those of dense batches that kernels see packed, are fewer than 2^30."""
+    tensors = {name: low(*(rows_q if name == "q" else rows_k), 1, 8) for name in "qkv"}
+    call = (packed() if function is flash_attn_varlen_func else {}) | tensors | options
     with pytest.raises(ValueError, match="got 'sm90', which cannot: tensors on cpu") as caught:
-        flash_attn_varlen_func(**call, backend="sm90")
-    assert ("2^30" in str(caught.value)) == (reason is not None)
-    assert reason is None or reason in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("seqlen_k", "options", "limited"),
-    [
-        (2**20, {}, False),
-        (2**20, {"causal": True}, False),
-        (2**20, {"seqused_k": True}, True),
-        (2**20 - 1, {"causal": True}, True),  # some queries see no key
-    ],
-    ids=str,
-)
-def test_rows_of_dense_batches_that_kernels_see_packed(seqlen_k: int, options: dict[str, Any], limited: bool) -> None:
-    batch, seqlen_q = 2**10, 2**20
-    call: dict[str, Any] = {"q": low(batch, seqlen_q, 1, 8), "k": low(batch, seqlen_k, 1, 8)}
-    if "seqused_k" in options:
-        options = {"seqused_k": torch.zeros(batch, dtype=torch.int32)}
-    with pytest.raises(ValueError, match="got 'sm90', which cannot: tensors on cpu") as caught:
-        flash_attn_func(**call, v=call["k"], **options, backend="sm90")
-    reason = f"{batch * seqlen_q} rows of q, which are packed for this call (expected fewer than 2^30)"
-    assert (reason in str(caught.value)) == limited
+        function(**call, backend="sm90")
+    assert ("2^30" in str(caught.value)) == bool(reason)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, np.float16, np.float32, np.float64])
