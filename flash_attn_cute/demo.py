@@ -91,10 +91,16 @@ def cut(documents: Iterable[bytes], length: int) -> list[bytes]:
 
 
 def shuffled_forever(pieces: Sequence[bytes], seed: int) -> Iterator[bytes]:
-    """All pieces in a random order, then all of them in another one, and so on."""
-    generator = random.Random(seed)
+    """All pieces in a random order, then all of them in another one, and so on.
+
+    Each is drawn when it is asked for: in steps of few rows there are millions of pieces, of which few are read.
+    """
+    generator, order = random.Random(seed), list(pieces)
     while True:
-        yield from generator.sample(pieces, len(pieces))
+        for i in range(len(order)):
+            other = generator.randrange(i, len(order))
+            order[i], order[other] = order[other], order[i]
+            yield order[i]
 
 
 def pack(pieces: Iterable[bytes], rows: int) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,25 @@ def test_cut_predicts_every_byte_but_a_documents_first() -> None:
     for piece in (pieces := demo.cut(DOCUMENTS, 100)):
         assert 2 <= len(piece) <= 101
     assert sum(len(piece) - 1 for piece in pieces) == sum(max(0, len(document) - 1) for document in DOCUMENTS)
+
+
+def test_pieces_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps of one row, a step waited until millions of pieces had an order."""
+    draws, pieces = [], [bytes([i]) for i in range(200)]
+
+    class Counted(random.Random):
+        def getrandbits(self, k: int) -> int:
+            draws.append(k)
+            return super().getrandbits(k)
+
+    monkeypatch.setattr(random, "Random", Counted)
+    order = demo.shuffled_forever(pieces, 0)
+    first = [next(order)]
+    assert len(draws) < 100
+    first += itertools.islice(order, 199)
+    second = list(itertools.islice(order, 200))
+    assert first != second
+    assert sorted(first) == sorted(second) == pieces
 
 
 def test_layout_of_a_batch() -> None:
