@@ -122,7 +122,7 @@ def test_a_row_of_a_bias_leaves_ctas_persistent(bias: str, window: str) -> None:
 _HALF_BLOCKS = {"plain": "", "softcap": "softcap sink max_logits residual", "wide": "wide max_logits"}
 HALF_BLOCKS = {
     f"d{d}-{name}": config(d, f"block_mask half_blocks {words}")
-    for d in (64, 96, 128)
+    for d in (32, 64, 96, 128)
     for name, words in _HALF_BLOCKS.items()
 }
 
@@ -179,8 +179,8 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-residual-causal": backward(d, "right packed residual") for d in (64, 128)},
     "d128-residual-grouped": backward(128, "right grouped deterministic residual"),
     "d128-dbias": backward(128, "bias dbias"),
-    **{f"d{d}-tiled-bias": backward(d, "bias tiled_bias dbias") for d in (64, 96, 128)},
-    **{f"d{d}-tiled-bias-packed": backward(d, "bias tiled_bias dbias packed right") for d in (64, 96, 128)},
+    **{f"d{d}-tiled-bias": backward(d, "bias tiled_bias dbias") for d in (32, 64, 96, 128)},
+    **{f"d{d}-tiled-bias-packed": backward(d, "bias tiled_bias dbias packed right") for d in (32, 64, 96, 128)},
     **{f"d{d}-tiled-bias-mask": backward(d, "bias tiled_bias dbias dlse mask") for d in (64, 128)},
     "d64-dbias": backward(64, "bias dbias dlse deterministic"),
     "d128-tiled-bias-causal": backward(128, "bias tiled_bias dbias dlse right deterministic"),
@@ -271,7 +271,7 @@ _OF_HALF_BLOCKS = {
 }
 OF_HALF_BLOCKS = {
     f"d{d}-{name}": backward(d, f"block_mask half_columns {words}")
-    for d in (64, 96, 128)
+    for d in (32, 64, 96, 128)
     for name, words in _OF_HALF_BLOCKS.items()
 }
 WITH_STORED_DS = {

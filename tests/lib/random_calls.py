@@ -79,6 +79,7 @@ def tensors(draw: random.Random, *names: str, packed: bool | None = None) -> Opt
 
 
 HEADS: dict[str, Options] = {
+    "d32": {"head_dim": 32},
     "d64": {"head_dim": 64},
     "d96": {"head_dim": 96},
     "d128": {"head_dim": 128},

@@ -135,11 +135,12 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         random_calls.main(["--kinds", "d63"])
     assert ended.value.code == 2
-    assert "--kinds: expected some of ['d64 dense'" in capsys.readouterr().err
+    assert "--kinds: expected some of ['d32 dense'" in capsys.readouterr().err
 
 
 # Passes that pairs of CTAs compute, if sequences are long and no mask or bias is there.
 PAIRS: dict[str, set[str]] = {
+    "d32": set(),
     "d64": set(),
     "d96": {"backward"},
     "d128": {"backward"},

@@ -16,6 +16,7 @@ from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.backward.backward_config import KEYS_IN_ORDER
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     Case,
@@ -218,7 +219,7 @@ def test_many_sequences() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_tiles(head_dim: int) -> None:
     """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
     call = call_here([700] * 5, [1000] * 5, causal=True, nheads=16, nheads_k=8, head_dim=head_dim, packed=False)
@@ -229,7 +230,7 @@ def test_many_tiles(head_dim: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(("packed", "nheads_k"), [(True, 8), (True, 2), (False, 8), (False, 4), (False, 1)])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_sums_in_no_order(head_dim: int, packed: bool, nheads_k: int, options: Case) -> None:
     """The kernel zeroes sums of dQ while its first tiles are under way. There are more tiles than CTAs."""
     lengths = [1300, 0, 79, 1, 3100, 2033] if packed else [1033] * 3

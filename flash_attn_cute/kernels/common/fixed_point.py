@@ -57,7 +57,8 @@ class KeyRanges:
 
     def __init__(self, config: Any):
         self.config = config
-        self.lanes = 1 << (config.tile_d // 8).bit_length() - 1  # threads a row
+        # Threads a row. With fewer than 8 a part of 64 keys has no row for each thread.
+        self.lanes = max(8, 1 << (config.tile_d // 8).bit_length() - 1)
         self.vectors = -(-config.tile_d // 8 // self.lanes)  # of 16 bytes of a row, a thread
         self.num_rows = config.tile_n * self.lanes // _THREADS // _PARTS  # of a part of a tile, a thread
 

@@ -10,7 +10,7 @@ _READ = "packed", "seqused_q", "seqused_k", "left", "right"  # features that cha
 
 # Queries of a block and blocks in flight, by d. Shared memory has to hold the blocks and a tile of keys. Registers have
 # to hold K of 128 keys a warpgroup, and S of these keys and a block.
-_TILES = {64: (128, 4), 96: (128, 4), 128: (128, 4), 192: (64, 4), 256: (64, 2)}
+_TILES = {32: (128, 4), 64: (128, 4), 96: (128, 4), 128: (128, 4), 192: (64, 4), 256: (64, 2)}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from flash_attn_cute.kernels.features import Features, PassName
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
 SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers, and for a row of a bias
 

@@ -160,7 +160,7 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
     @property
     def out_stages(self) -> int:
         """Pieces of results on their way out, likewise."""
-        return 2 if self.tile_d == 64 else 1
+        return 2 if self.tile_d <= 64 else 1
 
     @property
     def mask_tile(self) -> MaskTile:
@@ -170,7 +170,7 @@ class BackwardHalfBlocksConfig(BackwardCtaConfig):
     @property
     def pieces_dQ(self) -> int:
         """Pieces in which a block of dQ leaves: no larger than dV or dK, where room is short."""
-        return 1 if self.tile_d == 64 else 2
+        return 1 if self.tile_d <= 64 else 2
 
     def piece_number(self, step: Any, tile_idx: Any) -> Any:
         """See ``BackwardCtaConfig``; float32 is not counted."""
@@ -237,6 +237,10 @@ _FULL_GROUPED_IN_ORDER = Case(
 # With 128 queries in a step the products last longer than any wait: causal passes are 2 % faster if a step hands its
 # results out as soon as it can, but full ones slower.
 _BACKWARD_TILES = (
+    _BackwardTile(32, Case("softcap"), 64, 32, True, (40, 232)),  # 128 queries spill
+    _BackwardTile(32, Case("right"), 128, 32, False, (40, 232)),
+    _BackwardTile(32, _FULL_UNGROUPED, 128, 32, True, halves_dV=True),
+    _BackwardTile(32, Case(), 128, 32, True, (40, 232)),
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
     _BackwardTile(64, Case("bias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
