@@ -19,7 +19,7 @@ from flash_attn_cute.distributed.checked_call import check_method, check_shardin
 from flash_attn_cute.distributed.process_groups import Group, Place, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding, check_dimension, check_sequence
 from flash_attn_cute.integrations import sdpa
-from flash_attn_cute.problem.spec import AttentionInputs, Results
+from flash_attn_cute.problem.spec import AttentionInputs, Results, check_plain
 from flash_attn_cute.runtime import settings
 
 
@@ -116,6 +116,7 @@ def _checked_sharding(
         raise ValueError(f"buffer_seq_dims: expected {len(buffers)}, one a buffer, got {len(dims)}")
     for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         check_dimension(f"buffers[{i}]", x, dim)
+        check_plain(f"buffers[{i}]", x)
         if x.requires_grad:
             raise ValueError(f"buffers[{i}]: expected a tensor that requires no gradient, got one that does")
     if any(all(x is not buffer for buffer in buffers) for x in kept):
@@ -161,6 +162,7 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
             raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
         for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
             check_dimension(f"buffers[{i}]", x, dim)
+            check_plain(f"buffers[{i}]", x)
         return {"the number of buffers": str(len(buffers))}
 
     rank_agreement.check_if_asked(ranks, stated)

@@ -324,6 +324,7 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
 
     def stated() -> dict[str, str]:
         check_dimension("x", x, dim)
+        check_plain("x", x)
         check_sharding("sharding", sharding, ranks.place, dense=False)
         if x.shape[dim] != sharding.num_rows(rank):
             expected = f"{sharding.num_rows(rank)} rows in dimension {dim}"

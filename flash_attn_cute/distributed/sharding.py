@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.balanced_rows import Document, balanced_rows
 from flash_attn_cute.problem.band import Band
-from flash_attn_cute.problem.spec import Window, as_int, check_int
+from flash_attn_cute.problem.spec import Window, as_int, check_int, check_plain
 from flash_attn_cute.runtime import kept
 
 T = TypeVar("T")
@@ -494,6 +494,7 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
 def numbers(name: str, given: Numbers) -> tuple[int, ...]:
     """Lengths or offsets as ints; raises TypeError for all but a sequence, or a tensor of one dimension, of them."""
     if isinstance(given, Tensor):
+        check_plain(name, given)
         listed = given.tolist() if given.ndim == 1 else None
         got = f"{given.dtype} of shape {tuple(given.shape)}"
     else:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable.backend import PortableBackend
 from flash_attn_cute.calls import dispatch
+from flash_attn_cute.distributed import Sharding, context_parallel, context_parallel_unshard, gather
 from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.padding import Packing
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
@@ -297,12 +298,16 @@ def test_a_dtensor_beside_plain_queries(name: str, alone: DeviceMesh) -> None:
 
 
 def test_what_each_rank_makes_for_itself(alone: DeviceMesh) -> None:
-    """Masks and packings are made of plain tensors."""
+    """Masks, packings and shardings are made of plain tensors, and rows of them are dealt."""
 
     def given(*shape: int, dtype: torch.dtype = torch.int64) -> DTensor:
         return sharded(torch.zeros(shape, dtype=dtype), alone, [Replicate()])
 
     makers: dict[str, Callable[[], Any]] = {
+        r"buffers\[0\]": lambda: context_parallel_unshard(None, [given(4)], [0]),
+        r"buffers\[0\] ": lambda: context_parallel(None, buffers=[given(4)], buffer_seq_dims=[0]).__enter__(),
+        "x ": lambda: gather(given(4), Sharding.balanced([0, 4], 1)),
+        "cu_seqlens": lambda: Sharding.balanced(given(3), 1),
         "mask": lambda: BlockMask.from_dense(given(6, 9, dtype=torch.bool)),
         "ids": lambda: BlockMask.documents(given(6)),
         "order": lambda: BlockMask.causal(6, 6).with_order(given(1)),
