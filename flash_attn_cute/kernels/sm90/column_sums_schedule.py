@@ -3,7 +3,7 @@
 from flash_attn_cute.kernels.schedule import Buffer, Pipeline, Role, Schedule, Step, operand
 from flash_attn_cute.kernels.sm90.column_sums_config import ColumnSumsConfig
 
-TILE_FIELDS = 11  # Int32 that describe a tile of keys: ``column_sums_tiles.ColumnSumsTile``
+TILE_FIELDS = 11  # Int32 that describe a tile of keys: that of ``column_sums``
 TILE_STAGES = 2
 LSE_STAGES = 4
 HALVES = 2  # of a warpgroup's keys, each of 64

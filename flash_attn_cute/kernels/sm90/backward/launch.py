@@ -27,7 +27,6 @@ class BackwardPassSm90:
     def __init__(self, config: BackwardConfig, main: Any):
         self.config = c = config
         self.main = main
-        packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c, permuted)
         self.tables = KeyTables(c)
         self.ranges = KeyRanges(c) if c.fixed_point else None
@@ -35,11 +34,9 @@ class BackwardPassSm90:
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
             # It leaves dQ, and of grouped heads dK and dV, to kernels behind it.
-            self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, packed, zero_padding)
+            self.postprocess = Postprocess(c.features, c.tile_m, c.tile_d, c.columns_dQ)
             if c.features.grouped:
-                self.postprocess_keys = [
-                    Postprocess(c.tile_n, columns, columns, packed, zero_padding) for columns in (c.tile_d, c.tile_dv)
-                ]
+                self.postprocess_keys = [Postprocess(c.features, c.tile_n, d, d) for d in (c.tile_d, c.tile_dv)]
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 
 _THREADS = 256
@@ -28,9 +29,9 @@ class PostprocessArguments(NamedTuple):
 class Postprocess:
     """One CTA a block of ``tile_m`` rows of one head, in parts of so many columns."""
 
-    def __init__(self, tile_m: int, tile_d: int, columns: int, packed: bool, zero_padding: bool):
+    def __init__(self, features: Features, tile_m: int, tile_d: int, columns: int):
         self.tile_m, self.tile_d, self.columns = tile_m, tile_d, columns
-        self.packed, self.zero_padding = packed, zero_padding
+        self.packed, self.zero_padding = features.packed, features.zero_padding
 
     @cute.jit
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
