@@ -102,7 +102,7 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
 
     @cute.jit
     def _add_products_of_dS(self, work: _Work, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
-        """Adds a step's dK, and its dQ."""
+        """Adds a step's dK, and its dQ where the kernel has dQ."""
         rings, piece = work.shared.rings, self.config.piece_number(step, tile_idx)
         tKrQ = work.tKrQ[None, None, None, rings.q.stage(step)]
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), tKrQ, False)
@@ -111,7 +111,10 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
         rings.do.release(step)  # to warp 0
         warpgroup.wait_group(0)  # dK is there, or registers would not suffice for dQ
         rings.q.release(step)  # to warp 0
-        self._finish_step(work, piece)
+        if const_expr(not self.config.stores_dS):
+            gemm(work.mmas.dQ, work.acc_dQ, work.tQrA[None, None, None, 0, 0], work.tQrB[None, None, None, 0, 0], True)
+            warpgroup.wait_group(0)  # dQ is there
+            self._put_out_dQ(work, piece)
 
     @cute.jit
     def _put_out_dS(self, work: _Work, piece: Int32) -> None:
@@ -121,13 +124,6 @@ class BackwardHalfBlocksSm90(BackwardCtaSm90):
         write(work.rdS, work.mmas.S, work.shared.sdS[None, None, 0, 0], work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_BARRIER_MMA, number_of_threads=128)  # all of dS is there
-
-    @cute.jit
-    def _finish_step(self, work: _Work, piece: Int32) -> None:
-        """Computes and puts out dQ."""
-        gemm(work.mmas.dQ, work.acc_dQ, work.tQrA[None, None, None, 0, 0], work.tQrB[None, None, None, 0, 0], True)
-        warpgroup.wait_group(0)  # dQ is there
-        self._put_out_dQ(work, piece)
 
     def _operands_of_dQ(self, shared: Shared, w: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Operands of dQ = dS K, (rows, keys, warpgroup, stage) of one each."""

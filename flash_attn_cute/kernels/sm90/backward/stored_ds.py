@@ -56,9 +56,6 @@ class BackwardStoredDSSm90(BackwardHalfBlocksSm90):
         """Writes dS to shared memory, for warp 1."""
         self._put_out_piece(work, work.rdS, piece, True)
 
-    def _finish_step(self, work: _Work, piece: Int32) -> None:
-        """There is no dQ."""
-
     @cute.jit
     def _put_out_rounded(
         self, work: _Work, acc: cute.Tensor, mma: cute.TiledMma, piece: Int32, is_whole: Boolean | bool
