@@ -23,6 +23,12 @@ def listed(mask: BlockMask) -> BlockMask:
     return mask | BlockMask.prefix(mask.seqlen_q, mask.seqlen_k, 0)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attention under a mask, with something behind it, as programs have."""
+    out: Tensor = flash_attn_func(q, k, v, block_mask=mask)
+    return out * 2
+
+
 class Made(NamedTuple):
     """A mask and what it shows: (batch, heads, seqlen_q, seqlen_k), bool."""
 

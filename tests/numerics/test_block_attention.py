@@ -30,7 +30,7 @@ from tests.lib.checks import (
     same_bits,
     with_gradients,
 )
-from tests.lib.masks import KINDS, as_if_captured, listed, masked, spread, with_block_mask
+from tests.lib.masks import KINDS, as_if_captured, attend, listed, masked, spread, with_block_mask
 from tests.lib.oracle import Call
 from tests.lib.waits import NeverWaiting, Waits
 
@@ -167,11 +167,6 @@ def test_flex_attention_gives_the_same() -> None:
 
 def documents(length: int, at: int) -> BlockMask:
     return BlockMask.documents((torch.arange(length) >= at).long()) & BlockMask.causal(length, length)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    out: Tensor = flash_attn_func(q, k, v, block_mask=mask)
-    return out * 2
 
 
 def test_compile_without_recompiling_for_new_masks() -> None:

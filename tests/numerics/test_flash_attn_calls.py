@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.lib import oracle
-from tests.lib.checks import Case, bitwise_equal, gradients, longest, random_call, same_bits
+from tests.lib.checks import Case, bitwise_equal, gradients, longest, packed_or_dense, random_call, same_bits
 from tests.lib.integrations import alibi_truth, assert_served, fa, fa3, recorded
 from tests.lib.oracle import Call
 
@@ -39,7 +39,7 @@ def with_flash_attn(
 
 
 @pytest.mark.parametrize("form", ["q k v", "kv", "qkv"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@packed_or_dense
 @pytest.mark.parametrize(
     "options",
     [

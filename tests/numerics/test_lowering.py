@@ -21,7 +21,7 @@ from tests.lib.checks import (
     needs_kernels,
     random_call,
 )
-from tests.lib.masks import KINDS, as_if_captured, listed
+from tests.lib.masks import KINDS, as_if_captured, attend, listed
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -192,11 +192,6 @@ def test_explained() -> None:
     assert explained.spec.packed
     assert explained.spec.window_right == 0
     assert not explained.spec.has_block_mask
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> Tensor:
-    out: Tensor = flash_attn_func(q, k, v, block_mask=mask, **options)
-    return out * 2
 
 
 def test_compiled() -> None:

@@ -28,7 +28,7 @@ from tests.lib.checks import (
     same_bits,
     with_gradients,
 )
-from tests.lib.masks import listed
+from tests.lib.masks import attend, listed
 from tests.lib.oracle import Call
 from tests.lib.waits import assert_captured
 
@@ -254,11 +254,6 @@ def test_nothing_is_done_without_padding() -> None:
         (BlockMask.prefix(ROWS, ROWS, 5), False),
     ):
         assert (mask.tables(torch.device("cpu"), backward=False).real is not None) == is_padded
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    out: Tensor = flash_attn_func(q, k, v, block_mask=mask)
-    return out
 
 
 def test_compiled() -> None:

@@ -15,7 +15,7 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.problem.spec import AttentionInputs, AttentionSpec
 from flash_attn_cute.score_statistics import column_sums, row_entropy
 from tests.lib import oracle
-from tests.lib.checks import Case, needs_kernels, offsets, random_call
+from tests.lib.checks import Case, needs_kernels, offsets, packed_or_dense, random_call
 from tests.lib.refusals import assert_refused, refusals
 
 KINDS: dict[str, Case] = {
@@ -51,7 +51,7 @@ def arguments(call: oracle.Call, backend: str) -> Case:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@packed_or_dense
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics(kind: str, packed: bool, backend: str, dtype: torch.dtype) -> None:
     call = drawn(packed, dtype, "cpu" if backend == "portable" else "cuda", **KINDS[kind])
@@ -91,7 +91,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> WithKernel:
     return backend
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@packed_or_dense
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_with_a_kernel_is_asked(kind: str, packed: bool, with_kernel: WithKernel) -> None:
     """In eager code and in compiled programs, whose graph has one operator for it; fake tensors get the shape."""

@@ -66,7 +66,7 @@ DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=st
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False])
+@packed_or_dense
 @pytest.mark.parametrize(("lengths_q", "nheads"), [([300, 1, 0, 128], 2), ([7, 5, 3, 1], 4)])  # the latter in groups
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (256, 256)])
 def test_a_wide_out_is_what_is_rounded_else(
@@ -89,7 +89,7 @@ def test_a_wide_out_is_what_is_rounded_else(
 
 
 @needs_kernels
-@pytest.mark.parametrize("packed", [True, False])
+@packed_or_dense
 @pytest.mark.parametrize("nheads_k", [1, 2])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (192, 128), (256, 200)])
 def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, head_dim: int, head_dim_v: int) -> None:
