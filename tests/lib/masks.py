@@ -13,7 +13,7 @@ from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.problem.block_tables import BlockTables
 from tests.lib.checks import with_gradients
 from tests.lib.oracle import Call
-from tests.lib.waits import assert_captured
+from tests.lib.waits import assert_captured, synchronisations
 
 TILE = 128
 
@@ -342,18 +342,21 @@ def random_selection(call: Call, rng: random.Random, block: int, top: int) -> Ca
     return with_selection(call, indices if rng.random() < 0.5 else indices.clamp(-(2**31)).int(), block)
 
 
-def assert_selections_are_captured(backend: str, block: int = 64) -> None:
-    """Blocks are selected anew in a call: the host never waits, and graphs capture it."""
+def assert_masks_are_captured(
+    backend: str, make: Callable[[], BlockMask], change: Callable[[], object], **options: Any
+) -> None:
+    """The host never waits in calls of 512 rows with a mask that each of them makes, and graphs capture them."""
     tensors = [torch.randn(1, 512, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
-    dout, indices = torch.randn_like(tensors[0]), torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+    dout = torch.randn_like(tensors[0])
 
-    def both() -> tuple[Tensor, ...]:
-        mask = BlockMask.from_selection(indices, block=block, seqlen_k=512)
+    def both(deterministic: bool = True) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
-        out = flash_attn_func(q, k, v, causal=True, block_mask=mask, backend=backend)
-        return with_gradients(out, (q, k, v), dout)
+        asked: dict[str, Any] = {"deterministic": deterministic, "backend": backend, **options}
+        return with_gradients(flash_attn_func(q, k, v, block_mask=make(), **asked), (q, k, v), dout)
 
-    assert_captured(both, lambda: indices.random_(-1, 8))
+    both(False)
+    assert synchronisations(lambda: both(False)) == 0
+    assert_captured(both, change)
 
 
 def as_if_captured() -> Any:

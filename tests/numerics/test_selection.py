@@ -34,7 +34,7 @@ from tests.lib.checks import (
     same_bits,
     small_call,
 )
-from tests.lib.masks import assert_selections_are_captured, random_selection, with_selection
+from tests.lib.masks import assert_masks_are_captured, random_selection, with_selection
 from tests.lib.oracle import Call
 from tests.lib.refusals import assert_refused, refusals
 
@@ -140,7 +140,12 @@ def test_the_same_bits_every_time(device: str, repetitions: int) -> None:
     ],
 )
 def test_the_host_never_waits(backend: str, block: int) -> None:
-    assert_selections_are_captured(backend, block)
+    indices = torch.randint(-1, 8, (1, 2, 512, 3), device="cuda")
+
+    def make() -> BlockMask:
+        return BlockMask.from_selection(indices, block=block, seqlen_k=512)
+
+    assert_masks_are_captured(backend, make, lambda: indices.random_(-1, 8), causal=True)
 
 
 def test_blocks_of_another_size() -> None:
