@@ -148,44 +148,46 @@ def test_backward_sections(
     assert (numbers.heads_in_cache, numbers.sections, numbers.heads_a_tile) == expected
 
 
+# Whether it is deterministic, and zeroes its sums of dQ; queries of a block.
+ORDERED, ADDED = (True, False, 64), (False, True, 64)
+
+
 @pytest.mark.parametrize(
-    ("words", "keys", "deterministic", "zeroes_sums", "tile_m"),
+    ("words", "keys", "expected"),
     [
-        ("right", 512, True, False, 64),
-        ("right", 513, False, True, 64),
-        ("right", 0, False, True, 64),
-        ("right deterministic", 8192, True, False, 64),
-        ("left", 8192, True, False, 64),
-        ("bias", 8192, True, False, 64),
-        ("bias tiled_bias", 8192, True, False, 64),
-        ("bias dbias", 8192, True, False, 64),
-        ("bias tiled_bias dbias", 8192, False, True, 64),
-        ("bias tiled_bias dbias_of_scores", 8192, False, True, 64),
-        ("bias tiled_bias dbias", 512, True, False, 64),
-        ("bias tiled_bias dbias right", 8192, False, True, 64),
-        ("bias tiled_bias dbias deterministic", 8192, True, False, 64),
-        ("bias uniform_bias dbias_of_keys", 8192, True, False, 64),
-        ("block_mask", 8192, False, False, 64),
-        ("", 8191, False, True, 64),
-        ("", 8192, False, True, 80),
-        ("deterministic", 8192, True, False, 64),
-        ("grouped", 8191, False, True, 64),
-        ("grouped", 8192, False, True, 80),
-        ("grouped deterministic", 4095, True, False, 64),
-        ("grouped deterministic", 4096, True, False, 80),
-        ("grouped deterministic right", 8192, True, False, 64),
-        ("grouped right", 8192, False, True, 64),
-        ("packed", 8192, False, True, 64),
+        ("right", 512, ORDERED),
+        ("right", 513, ADDED),
+        ("right", 0, ADDED),
+        ("right deterministic", 8192, ORDERED),
+        ("left", 8192, ORDERED),
+        ("bias", 8192, ORDERED),
+        ("bias tiled_bias", 8192, ORDERED),
+        ("bias dbias", 8192, ORDERED),
+        ("bias tiled_bias dbias", 8192, ADDED),
+        ("bias tiled_bias dbias_of_scores", 8192, ADDED),
+        ("bias tiled_bias dbias", 512, ORDERED),
+        ("bias tiled_bias dbias right", 8192, ADDED),
+        ("bias tiled_bias dbias deterministic", 8192, ORDERED),
+        ("bias uniform_bias dbias_of_keys", 8192, ORDERED),
+        ("block_mask", 8192, (False, False, 64)),
+        ("", 8191, ADDED),
+        ("", 8192, (False, True, 80)),
+        ("deterministic", 8192, ORDERED),
+        ("grouped", 8191, ADDED),
+        ("grouped", 8192, (False, True, 80)),
+        ("grouped deterministic", 4095, ORDERED),
+        ("grouped deterministic", 4096, (True, False, 80)),
+        ("grouped deterministic right", 8192, ORDERED),
+        ("grouped right", 8192, ADDED),
+        ("packed", 8192, ADDED),
     ],
     ids=str,
 )
-def test_order_and_blocks_of_a_backward_pass(
-    words: str, keys: int, deterministic: bool, zeroes_sums: bool, tile_m: int
-) -> None:
+def test_order_and_blocks_of_a_backward_pass(words: str, keys: int, expected: tuple[bool, bool, int]) -> None:
     """No call gets an order that costs time without asking for it."""
     config = sm90_backward(128, words, keys=keys)
     assert isinstance(config, BackwardCtaConfig)
-    assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == (deterministic, zeroes_sums, tile_m)
+    assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == expected
 
 
 @pytest.mark.parametrize(
