@@ -12,8 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_cute
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
@@ -23,6 +21,7 @@ from flash_attn_cute.calls import attend, dispatch, ops, prepared_call
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests.lib.launches import Launched
+from tests.lib.modes import Functions, Operators, Subclass
 
 
 @pytest.fixture
@@ -220,31 +219,12 @@ def test_offsets_may_be_shared_or_not() -> None:
         )
 
 
-class Functions(TorchFunctionMode):
-    """Sees every function and changes nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Sees every operator and changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class OperatorsOfEager(Operators):
     """Is none of the compiled programs' modes, as that of selective checkpointing: guards overlook it."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Has Dynamo compile as if the mode were not there."""
         return True
-
-
-class Subclass(Tensor):
-    """A tensor by another name."""
 
 
 def test_calls_that_are_watched_look_like_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,8 @@ def test_nsys_summaries() -> None:
     assert header.split() == ["calls", "total", "ms", "median", "us", "range"]
     assert first.split()[:3] == ["1", "2500.000", "2500000.0"]
     assert second.split()[:3] == ["8", "0.400", "45.5"]
+    assert second.endswith(f" {entries[1].name}")
+    assert nsys.table("kernel", [entries[0]._replace(name="k" * 91)]).endswith(f" {'k' * 87}...")
     assert nsys.table("kernel", []).splitlines()[1].strip() == "none"
 
 

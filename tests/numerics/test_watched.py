@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -30,6 +29,7 @@ from flash_attn_cute.calls.prepared_call import KnownOfBlockMask
 from flash_attn_cute.problem.block_tables import NUM_FLAT
 from flash_attn_cute.problem.spec import AttentionInputs, Options
 from tests.lib.checks import GRADS, bitwise_equal, each_of, packed_or_dense, random_call, run, same_bits
+from tests.lib.modes import Functions, Operators, Subclass
 
 
 @pytest.fixture
@@ -44,29 +44,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(flat_call, "inputs_of", spy)
     return seen
-
-
-class Watching(TorchDispatchMode):
-    """Sees every operator and changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    """Sees every function and changes nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Subclass(Tensor):
-    """A tensor by another name."""
 
 
 def leaves() -> list[Tensor]:
@@ -172,7 +149,7 @@ WATCHED: dict[str, Callable[[], Any]] = {
     "export": lambda: torch.export.export(Module(), tuple(leaves()), strict=False),
     "jit.trace": lambda: torch.jit.trace(attend, tuple(leaves()), check_trace=False),
     "fake tensors": with_mode(FakeTensorMode),
-    "dispatch mode": with_mode(Watching),
+    "dispatch mode": with_mode(Operators),
     "selective checkpointing": lambda: checkpoint(
         attend, *leaves(), use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts([])
     ),
@@ -222,9 +199,9 @@ def test_exported_for_any_number_of_rows() -> None:
 def test_a_watcher_of_the_backward_pass_sees_it(operators: list[int]) -> None:
     qkv = leaves()
     out = attend(*qkv)
-    with Watching() as mode:
+    with Operators() as mode:
         out.sum().backward()
-    assert "flash_attn_cute.backward.default" in mode.seen
+    assert torch.ops.flash_attn_cute.backward.default in mode.seen
     assert operators
 
 
@@ -235,7 +212,7 @@ def test_both_ways_lead_to_the_same(packed: bool) -> None:
     call = random_call([9, 6] if packed else [9, 9], packed=packed, **options)
     wanted = [getattr(call, name) for name in GRADS]
     results: list[list[Tensor]] = []
-    for mode in (contextlib.nullcontext(), Watching()):
+    for mode in (contextlib.nullcontext(), Operators()):
         with mode:
             found: list[Tensor] = []
             for outputs in ((0, 1), (0,), (1,)):
@@ -247,7 +224,7 @@ def test_both_ways_lead_to_the_same(packed: bool) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
 def test_only_wanted_gradients(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[tuple[bool, bool]] = []
 
@@ -267,7 +244,7 @@ def test_only_wanted_gradients(mode: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert wanted == [(True, True), (False, True), (False, False)]
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
 def test_second_derivatives_are_refused_either_way(mode: Any) -> None:
     qkv = leaves()
     with mode():
@@ -286,7 +263,7 @@ def test_forward_mode_is_refused(recorded: bool) -> None:
             attend(q, forward_ad.make_dual(k, torch.ones_like(k)), v)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
 def test_tangents_of_incoming_gradients_are_refused(mode: Any) -> None:
     qkv = leaves()
     with mode(), forward_ad.dual_level():
