@@ -171,12 +171,8 @@ class BiasGradientKernel(MainKernel):
         if const_expr(c.split):  # sums (CTA, four, thread, number) of CTAs that share a tile
             shape = ctas * a.numbers.splits, c.tile_m * c.tile_n // (4 * self.threads), self.threads, 4
             partial_sums = carved(a.mSums, {"": shape}, Float32)[""]
-        self.kernel(self.mmas(), tma, a, tables, mStats, partial_sums, scales).launch(
-            grid=[ctas * a.numbers.splits, 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        kernel, grid = self.kernel(self.mmas(), tma, a, tables, mStats, partial_sums, scales), ctas * a.numbers.splits
+        kernel.launch(grid=[grid, 1, 1], block=[self.schedule.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
         if const_expr(c.split):
             self.add_up(a, partial_sums).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
