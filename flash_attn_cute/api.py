@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # For integrations, which know nothing below this module.
 is_same_memory = torch_modes.is_same_memory
+needs_dispatcher = torch_modes.needs_dispatcher
 is_over_ranks = is_replaced
 check_layout = spec.check_layout
 call = user_errors.call

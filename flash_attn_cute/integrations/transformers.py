@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils, modeling_utils
 
 from flash_attn_cute import api
@@ -32,7 +33,7 @@ _NAMES |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k", "bias
 
 # Keyword arguments that models hand on to their layers, and why attention does not depend on them.
 NOT_USED = {
-    "position_ids": "the mask and the rotated queries and keys hold them",
+    "position_ids": "the mask and the rotated queries and keys hold them, or else they are refused",
     "cache_position": "the mask holds it",
     "seq_idx": "for recurrent layers; masks or offsets say it to attention",
     "use_cache": "the model has made the cache",
@@ -42,6 +43,9 @@ NOT_USED = {
     "output_hidden_states": "what the model returns",
     "output_router_logits": "what the model returns",
 }
+
+# Whether positions restart at 0, and how often they had been written to by then.
+_restarts: Any = WeakTensorKeyDictionary()
 
 
 def register() -> None:
@@ -205,6 +209,8 @@ def attend(
         names = names | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "position_ids or attention_mask")
         where = {"seqused_q": lengths_q[:-1], "seqused_k": lengths_k[:-1]}
         offsets = (starts_q, starts_k, rows.longest, rows.longest if q.shape[1] == k.shape[1] else k.shape[1])
+    elif (rows is not None or attention_mask is None) and q.shape[1] == k.shape[1]:
+        _check_positions(others.get("position_ids"), q.shape[1])
     if offsets[0] is not None:
         in_memory = {"position_bias": position_bias, "indices": indices, "block_indices": block_indices}
         for name, x in in_memory.items():
@@ -292,6 +298,30 @@ def _side(sliding_window: int | None, pattern: Pattern) -> int | None:
         return side
     # Masks that are not causal do not count the query's own key. Some layers hand on their number, some one more.
     return pattern.window if not pattern.is_causal and sliding_window == pattern.window else min(side, pattern.window)
+
+
+def _check_positions(position_ids: object, rows: int) -> None:
+    """Refuses positions that restart at 0 where the mask has one sequence a row: the next one would see the last one.
+
+    transformers looks for them only where there is neither a cache nor an attention_mask. They are read once for all
+    layers, but not in what is compiled or captured.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or rows < 2 or position_ids.shape[1] != rows:
+        return
+    if api.needs_dispatcher((position_ids,)) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    writes = 0 if position_ids.is_inference() else position_ids._version
+    known = _restarts.get(position_ids)
+    if known is None or known[0] != writes:
+        jumps = position_ids.diff() != 1
+        restarts = jumps.any() & (~jumps | (position_ids[:, 1:] == 0)).all()
+        known = _restarts[position_ids] = writes, bool(restarts)
+    if known[1]:
+        raise ValueError(
+            "position_ids: expected one sequence in each row, as in the mask (transformers looks for several only if "
+            "there is neither a cache nor an attention_mask), got positions that restart at 0; use_cache=False, or "
+            "cu_seq_lens_q and its kin, keep packed sequences apart"
+        )
 
 
 def _check_offsets(*offsets: object, attention_mask: Tensor | None) -> None:

@@ -431,6 +431,18 @@ def test_weights_are_refused() -> None:
         model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=True)
 
 
+def test_packed_positions_that_the_mask_does_not_have_are_refused() -> None:
+    """Beside a cache or a mask transformers does not look for sequences, and they would see each other."""
+    model, batch = model_of(CONFIGS["Llama"], ours.NAME), batch_of("packed")
+    packed, one = batch["position_ids"], torch.arange(ROWS).repeat(BATCH, 1)
+    for more in ({"use_cache": True}, {"attention_mask": torch.ones(BATCH, ROWS, dtype=torch.long)}):
+        positions = one.clone()
+        assert model(**{**batch, **more, "position_ids": positions}).loss.isfinite()
+        positions.copy_(packed)
+        with pytest.raises(ValueError, match="position_ids: expected one sequence in each row, as in the mask"):
+            model(**{**batch, **more, "position_ids": positions})
+
+
 def test_unknown_arguments_that_are_none() -> None:
     """Models hand on all that their forward passes might have been given."""
     torch.manual_seed(0)
