@@ -95,7 +95,7 @@ _STEP = 16  # keys that a product sums over
 class ForwardSm100(ForwardKernel):
     """The forward kernel of one configuration."""
 
-    producer = Producer
+    producer, shared_memory = Producer, Shared.of
 
     def __init__(self, config: ForwardConfig):
         super().__init__(config, forward_schedule(config), swizzled)
@@ -124,7 +124,7 @@ class ForwardSm100(ForwardKernel):
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
         c, softmax, epilogue, mma = (self.config, *map(self.schedule.role, ("softmax", "epilogue", "mma")))
-        warp_idx, thread, shared = frame.begin(self, tma, c.ctas_a_tile)
+        warp_idx, thread, shared = frame.begin(self, tma)
         if warp_idx < softmax.warps.stop:
             set_registers(softmax.registers, frame.THREADS)
             part, address = warp_idx // 4, tensor_memory.row_address(shared.tensor_memory, thread)
@@ -139,17 +139,11 @@ class ForwardSm100(ForwardKernel):
         else:
             set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
-                self.mma(mmas, shared)
+                if shared.is_leader:
+                    MmaWarp(c, mmas, shared)()
             elif warp_idx == PRODUCER_WARP:
                 self.producer(c, a, tables, tma, shared)()
-        frame.end(shared, warp_idx, c.ctas_a_tile)
-
-    def shared_memory(self, storage: Any) -> Shared:
-        return Shared.of(self.memory, storage)
-
-    def mma(self, mmas: ForwardMmas, shared: Shared) -> None:
-        """One warp, which issues all products."""
-        MmaWarp(self.config, mmas, shared)()
+        frame.end(shared, warp_idx)
 
 
 class MmaWarp:

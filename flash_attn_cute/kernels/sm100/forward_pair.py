@@ -23,19 +23,17 @@ last Q, K and V, and its softmax warps for those of the last O.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from flash_attn_cute.kernels.common.main_kernels import ForwardMmas
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
-from flash_attn_cute.kernels.sm100.config import CTAS
-from flash_attn_cute.kernels.sm100.forward import ForwardSm100, MmaWarp
+from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
+from flash_attn_cute.kernels.sm100.forward import ForwardSm100
 from flash_attn_cute.kernels.sm100.forward_transfers import Producer, Shared
 from flash_attn_cute.kernels.sm100.frame import InPair
 
@@ -43,11 +41,10 @@ _FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer rea
 
 
 @dataclass(frozen=True)
-class PairShared(Shared, InPair):
+class PairShared(InPair, Shared):
     """Shared memory of a CTA of a pair, and the broadcast of tiles to both CTAs."""
 
     rank: Int32
-    queries: int  # of each CTA, in a tile
     tiles_sent: cute.Tensor  # the leader's copy of what the second CTA reads
 
     def _write(self, tile: QueryTile | None, step: Int32) -> None:
@@ -57,8 +54,9 @@ class PairShared(Shared, InPair):
             for fields in (self.tiles, self.tiles_sent):
                 fields[0, ring.stage(step)] = Int32(-1)
         else:
+            queries = PART_ROWS * cute.size(self.sQ, mode=[2])  # of each CTA
             own, sent = (fields[None, ring.stage(step)] for fields in (self.tiles, self.tiles_sent))
-            for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + self.queries)):
+            for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + queries)):
                 replace(tile, first_query=first_query).write(fields)
                 fields[_FIRST_KEY] = tile.k.start
         ring.publish(step, self.tiles, self.tiles_sent)
@@ -138,14 +136,4 @@ class PairProducer(Producer):
 class ForwardPairSm100(ForwardSm100):
     """The forward kernel of one configuration."""
 
-    producer = PairProducer
-
-    def shared_memory(self, storage: Any) -> PairShared:
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairShared.of(self.memory, storage, rank=rank, queries=self.config.queries)
-
-    @cute.jit
-    def mma(self, mmas: ForwardMmas, shared: PairShared) -> None:
-        """A warp of each CTA, of which only the leader's issues products."""
-        if shared.is_leader:
-            MmaWarp(self.config, mmas, shared)()
+    producer, shared_memory = PairProducer, PairShared.of

@@ -21,16 +21,17 @@ THREADS = 32 * WARPS
 
 
 @cute.jit
-def begin(kernel: Constexpr, tma: Constexpr, ctas: Constexpr = 1) -> tuple[Int32, Int32, Any]:
+def begin(kernel: Constexpr, tma: Constexpr) -> tuple[Int32, Int32, Any]:
     """By all threads: allocates shared and tensor memory, and barriers count from now on.
 
-    Returns the warp's index in the CTA, the thread's in its warpgroup, and ``kernel.shared_memory`` of the storage. A
-    cluster has one CTA, or two that compute products together.
+    Returns the warp's index in the CTA, the thread's in its warpgroup, and ``kernel.shared_memory``. A cluster has one
+    CTA, or two that compute products together.
     """
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     thread = cute.arch.thread_idx()[0] % 128
     storage = kernel.memory.allocate()
-    shared, init_barriers, pair = kernel.shared_memory(storage), partial(kernel.memory.init, storage), ctas == 2
+    shared, init_barriers = kernel.shared_memory(kernel.memory, storage), partial(kernel.memory.init, storage)
+    pair = isinstance(shared, InPair)
     if warp_idx == PRODUCER_WARP:
         prefetch_descriptors(tma)
         with cute.arch.elect_one():
@@ -48,17 +49,18 @@ def begin(kernel: Constexpr, tma: Constexpr, ctas: Constexpr = 1) -> tuple[Int32
 
 
 @cute.jit
-def end(shared: Constexpr, warp_idx: Int32, ctas: Constexpr = 1) -> None:
+def end(shared: Constexpr, warp_idx: Int32) -> None:
     """By all threads, behind their roles: frees the tensor memory that ``shared`` knows of."""
     tensor_memory.before_sync()
     # No thread reads tensor memory any more, nor arrives at barriers or writes to memory of a pair's other CTA.
-    if const_expr(ctas == 2):
+    pair = isinstance(shared, InPair)
+    if const_expr(pair):
         meet_in_cluster()
     else:
         cute.arch.sync_threads()
     if warp_idx == MMA_WARP:
         tensor_memory.after_sync()
-        cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS, is_two_cta=ctas == 2)
+        cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS, is_two_cta=pair)
 
 
 def meet_in_cluster() -> None:
@@ -73,6 +75,8 @@ class Held:
 
     rings: Any  # those of the schedule, by name
     holder: cute.Tensor  # where the CTA's tensor memory begins
+
+    is_leader = True  # of a pair's CTAs, or alone
 
     @classmethod
     def of(cls, memory: SharedMemory, storage: Any, **more: Any) -> Any:
@@ -89,9 +93,14 @@ class Held:
 
 
 class InPair:
-    """State of a CTA of a pair."""
+    """State of a CTA of a pair, ahead of ``Held`` among bases."""
 
     rank: Int32  # of the CTA: the leader is 0
+
+    @classmethod
+    def of(cls, memory: SharedMemory, storage: Any) -> Any:
+        """See ``Held``."""
+        return super().of(memory, storage, rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
 
     @property
     def is_leader(self) -> Boolean:

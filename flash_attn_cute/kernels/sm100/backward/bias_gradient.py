@@ -31,6 +31,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.main_kernels import BiasGradientKernel
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import part_of
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
@@ -97,14 +98,11 @@ class BiasGradientSm100(BiasGradientKernel):
                 self.map.load(a, tables, tma, shared.operands, shared.rings, shared.pieces)
         frame.end(shared, warp_idx)
 
-    def shared_memory(self, storage: Any) -> _Shared:
-        return _Shared.of(
-            self.memory,
-            storage,
-            operands=list(self.memory.tensors(storage, *PIECE_OPERANDS).values()),
-            tile=self._tile(cute.recast_ptr(storage.sQ.data_ptr(), dtype=Float32)),
-            pieces=Pieces.at(self.memory.ring(storage, "pieces"), storage.pieces, self.config.features.packed),
-        )
+    def shared_memory(self, memory: SharedMemory, storage: Any) -> _Shared:
+        operands = list(memory.tensors(storage, *PIECE_OPERANDS).values())
+        tile = self._tile(cute.recast_ptr(storage.sQ.data_ptr(), dtype=Float32))
+        pieces = Pieces.at(memory.ring(storage, "pieces"), storage.pieces, self.config.features.packed)
+        return _Shared.of(memory, storage, operands=operands, tile=tile, pieces=pieces)
 
     def _tile(self, place: cute.Pointer) -> cute.Tensor:
         """The tile in shared memory: neither threads of a row nor those of a column are in each other's way."""

@@ -38,7 +38,6 @@ order of sums in the workspace.
 """
 
 from functools import partial
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -64,7 +63,7 @@ from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP
 from flash_attn_cute.kernels.sm100.mma import commit, swizzled, write_row
 
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
@@ -241,7 +240,7 @@ class MmaWarp(Products):
 class BackwardCtaSm100(BackwardKernel):
     """The backward kernel of one configuration: persistent CTAs."""
 
-    transfers, compute, mma_warp = Transfers, Compute, MmaWarp
+    transfers, compute, mma_warp, shared_memory = Transfers, Compute, MmaWarp, Shared.of
 
     def __init__(self, config: BackwardConfig):
         super().__init__(config, backward_schedule(config), swizzled)
@@ -279,7 +278,7 @@ class BackwardCtaSm100(BackwardKernel):
         """Sets up shared and tensor memory, then splits into roles."""
         c = self.config
         drain, compute, mma, adding = map(self.schedule.role, ("drain", "compute", "mma", "adding"))
-        warp_idx, thread, shared = frame.begin(self, tma, c.ctas_a_tile)
+        warp_idx, thread, shared = frame.begin(self, tma)
         state = c, a, ws, tma, shared
         transfers = self.transfers(*state)
         if warp_idx < drain.warps.stop:
@@ -297,17 +296,12 @@ class BackwardCtaSm100(BackwardKernel):
         else:
             set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
-                self.mma(a, mmas, shared, transfers)
+                if shared.is_leader:
+                    self.mma_warp.of(c, a, mmas, shared)()
+                elif const_expr(c.ctas_a_tile == CTAS):
+                    transfers.signal_dS()
             elif warp_idx == PRODUCER_WARP:
                 transfers.producer()
             else:
                 transfers.add(warp_idx - adding.warps.start)
-        frame.end(shared, warp_idx, c.ctas_a_tile)
-
-    def shared_memory(self, storage: Any) -> Shared:
-        return Shared.of(self.memory, storage)
-
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared, transfers: Transfers) -> None:
-        """One warp: issues all products."""
-        del transfers  # pairs need them
-        self.mma_warp.of(self.config, a, mmas, shared)()
+        frame.end(shared, warp_idx)

@@ -52,7 +52,7 @@ class Shared(WorkTileBroadcast, Held):
 
 
 @dataclass(frozen=True)
-class PairShared(Shared, InPair):
+class PairShared(InPair, Shared):
     """Shared memory of a CTA of a pair, and what it sends to the other one."""
 
     sK_columns: cute.Tensor

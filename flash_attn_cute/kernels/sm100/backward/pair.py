@@ -59,7 +59,6 @@ from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Compute
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Block
 from flash_attn_cute.kernels.sm100.backward.cta_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.backward.products import Mmas
 from flash_attn_cute.kernels.sm100.backward.two_pass import first_column
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
@@ -209,7 +208,7 @@ class PairMmaWarp(MmaWarp):
 class BackwardPairSm100(BackwardCtaSm100):
     """The backward kernel of one configuration."""
 
-    transfers, compute, mma_warp = PairTransfers, PairCompute, PairMmaWarp
+    transfers, compute, mma_warp, shared_memory = PairTransfers, PairCompute, PairMmaWarp, PairShared.of
 
     def load_operation(self) -> Any:
         """See ``MainKernel``: bytes for both CTAs arrive at the leader's barriers."""
@@ -224,15 +223,3 @@ class BackwardPairSm100(BackwardCtaSm100):
         piece = swizzled(self.dtype, O_COLUMNS, (PART_ROWS, O_COLUMNS))
         loaded["K_columns"] = make_row_tiles(self.load_operation(), mK, piece, (PART_ROWS, O_COLUMNS), packed)
         return BackwardTiles(**loaded, **self._tiles_out(mdK, mdV))
-
-    def shared_memory(self, storage: Any) -> PairShared:
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairShared.of(self.memory, storage, rank=rank)
-
-    @cute.jit
-    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared, transfers: PairTransfers) -> None:
-        """A warp of each CTA, of which only the leader's issues products."""
-        if shared.is_leader:
-            self.mma_warp.of(self.config, a, mmas, shared)()
-        else:
-            transfers.signal_dS()
