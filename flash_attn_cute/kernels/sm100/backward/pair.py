@@ -72,7 +72,7 @@ class PairCompute(Compute):
     def compute_P(self, block: Block, step: Int32, number: Int32, first: Int32 | int) -> list[Int32]:
         """Computes P as ``Scores`` does, from scores that are all read before P takes their place."""
         c, shared, rings = self.config, self.shared, self.shared.rings
-        scores, found = tensor_memory.load(self.changed(block, step, number, first), c.queries), []
+        scores, found = tensor_memory.load(self.await_scores(block, step, number, first), c.queries), []
         if c.dQ_over_S:
             tensor_memory.before_sync()
             rings.scores.release(number)  # to the mma warp: S is read
@@ -85,7 +85,7 @@ class PairCompute(Compute):
         rings.p.arrive(step)  # to the mma warp: P is there
         return found
 
-    def changed(self, block: Block, step: Int32, number: Int32, first: Int32 | int | None) -> Int32:
+    def await_scores(self, block: Block, step: Int32, number: Int32, first: Int32 | int | None) -> Int32:
         """Waits for scores, and changes them. Returns the address of the thread's."""
         rings = self.shared.rings
         rings.stats.wait_full(step)  # from the producer
@@ -150,7 +150,7 @@ class PairMmaWarp(MmaWarp):
                 commit_to_both(rings.q.empty(step))  # to producers
                 commit_to_both(rings.scores.full(step))  # to compute warps
                 if i > 0:
-                    self._start_dK(tile_idx, step - 1, i == 1)
+                    self._issue_dK(tile_idx, step - 1, i == 1)
                 else:
                     rings.v.wait_full(tile_idx)  # from producers
                 rings.do.wait_full(step)  # from producers
@@ -160,7 +160,7 @@ class PairMmaWarp(MmaWarp):
                 if i > 0:
                     if const_expr(c.dQ_over_S):
                         rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
-                    self._start_dQ(tile_idx, step - 1, i == 1)
+                    self._issue_dQ(tile_idx, step - 1, i == 1)
                 rings.p.wait_full(step)  # from compute warps
                 rings.do_columns.wait_full(step)  # from producers
                 if i == 0:
@@ -170,17 +170,17 @@ class PairMmaWarp(MmaWarp):
                 commit_to_both(rings.do_columns.empty(step))  # to producers
                 step += 1
             commit_to_both(rings.dv.full(tile_idx))  # to compute warps
-            self._start_dK(tile_idx, step - 1, num_steps == 1)
+            self._issue_dK(tile_idx, step - 1, num_steps == 1)
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
-            self._start_dQ(tile_idx, step - 1, num_steps == 1)
+            self._issue_dQ(tile_idx, step - 1, num_steps == 1)
             commit_to_both(rings.k_columns.empty(tile_idx))  # to producers
             commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
             tile_idx += 1
 
     @cute.jit
-    def _start_dK(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
-        """Begins dK of a step, which may be its tile's first."""
+    def _issue_dK(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dK of a step, which may be its tile's first, when its operands are there."""
         c, rings = self.config, self.shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         rings.q_columns.wait_full(step)  # from producers
@@ -191,8 +191,8 @@ class PairMmaWarp(MmaWarp):
         commit_to_both(rings.q_columns.empty(step))  # to producers
 
     @cute.jit
-    def _start_dQ(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
-        """Begins dQ of a step, which may be its tile's first."""
+    def _issue_dQ(self, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dQ of a step, which may be its tile's first, when its operands are there."""
         c, rings = self.config, self.shared.rings
         if const_expr(not c.dQ_over_S):
             rings.dq.wait_empty(step)  # from drain warps: they have the dQ of the step before

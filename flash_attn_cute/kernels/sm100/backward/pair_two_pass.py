@@ -89,7 +89,7 @@ class PairTwoPassCompute(TwoPassCompute, PairCompute):
 
     def compute_P(self, block: Block, step: Int32, number: Int32, first: None, *, stores: bool = True) -> list[Int32]:
         """Computes P as ``Scores`` does, in the second pass from scores that are all read at once."""
-        shared, rings, place = self.shared, self.shared.rings, self.changed(block, step, number, first)
+        shared, rings, place = self.shared, self.shared.rings, self.await_scores(block, step, number, first)
         lse = shared.lse[None, rings.stats.stage(step)]
         if stores:
             P = self.write_P(place, lse, stores)
