@@ -29,7 +29,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
-from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
@@ -126,11 +125,6 @@ class PairProducer(Producer):
         else:
             shared.rings.tiles.expect(step, shared.tiles)
         return index
-
-    def _acquire(self, ring: Ring, step: Int32) -> None:
-        """Waits, and announces as the leader the bytes of both."""
-        ring.wait_empty(step)
-        self.shared.announce(ring, step)
 
 
 class ForwardPairSm100(ForwardSm100):

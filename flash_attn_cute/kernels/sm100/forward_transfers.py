@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.residuals import GROUP, residual_word
-from flash_attn_cute.kernels.common.ring import Ring, StepInfo
+from flash_attn_cute.kernels.common.ring import StepInfo
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns, zero_rows
 from flash_attn_cute.kernels.common.softmax import finalize
 from flash_attn_cute.kernels.common.tma import ForwardTiles, RowTiles
@@ -135,12 +135,9 @@ class Producer:
         """Loads a tile of Q, K or V to the stage of a step."""
         shared, tiles = self.shared, getattr(self.tma, name)
         sX, ring = getattr(shared, f"s{name}"), getattr(shared.rings, name.lower())
-        self._acquire(ring, step)  # from the tensor cores: products with what was there are done
+        ring.wait_empty(step)  # from the tensor cores: products with what was there are done
+        shared.announce(ring, step)
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
-
-    def _acquire(self, ring: Ring, step: Int32) -> None:
-        """Waits for the stage of a step and announces its bytes."""
-        ring.acquire(step)
 
 
 @dataclass(frozen=True)

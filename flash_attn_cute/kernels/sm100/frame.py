@@ -91,6 +91,12 @@ class Held:
         """Where it begins, read every time: one register for all roles would live too long."""
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder.iterator)
 
+    @cute.jit
+    def announce(self, ring: Constexpr, step: Int32) -> None:
+        """Announces the bytes of a step, by a producer warp."""
+        with cute.arch.elect_one():
+            ring.announce(step)
+
 
 class InPair:
     """State of a CTA of a pair, ahead of ``Held`` among bases."""
