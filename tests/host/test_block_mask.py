@@ -10,6 +10,7 @@ from flash_attn_cute import BlockMask
 from flash_attn_cute.sparsity.dq_order import launch_orders
 from tests.lib.masks import (
     KINDS,
+    LENGTHS,
     TILE,
     Made,
     columns_spelled_out,
@@ -23,7 +24,6 @@ from tests.lib.masks import (
 )
 
 CPU = torch.device("cpu")
-LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]
 
 
 def check(made: Made) -> None:

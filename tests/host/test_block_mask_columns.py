@@ -9,11 +9,8 @@ from torch import Tensor
 from flash_attn_cute import BlockMask
 from flash_attn_cute.problem.block_tables import ANY_NUMBER
 from flash_attn_cute.sparsity.bits import HALF
-from tests.lib.masks import TILE, Made, bits_of, columns_spelled_out, random_mask, spread, tables_of
+from tests.lib.masks import LENGTHS, TILE, Made, bits_of, columns_spelled_out, random_mask, spread, tables_of
 from tests.lib.turns import write_order
-
-LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]
-
 
 Columns = dict[tuple[int, int, int], list[tuple[int, int, int]]]
 

@@ -16,6 +16,7 @@ from tests.lib.oracle import Call
 from tests.lib.waits import assert_captured, synchronisations
 
 TILE = 128
+LENGTHS = [1, 64, 127, 128, 129, 200, 256, 300, 511]
 
 
 def listed(mask: BlockMask) -> BlockMask:
