@@ -13,7 +13,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *options: str) -> str:
-    """The output of an example, which has to succeed."""
     done = subprocess.run([sys.executable, EXAMPLES / name, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -22,7 +22,6 @@ FLA = "flash-linear-attention"
 
 
 def record(name: str) -> dict[str, CaseReport]:
-    """The cases of a suite by name."""
     return {case.name: case for case in report.read_json(ROOT / "benchmarks" / "results" / f"{name}.json")}
 
 
@@ -153,7 +152,6 @@ def test_block_masks_of_all_lengths() -> None:
 
 @pytest.mark.parametrize("row", [row for row in sparse.ROWS if row.block == sparse.BLOCK], ids=lambda row: row.name)
 def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
-    """Measurements are within 15 % of the model."""
     batch, cpu = max(1, sparse.TOKENS // row.seqlen), torch.device("cpu")
     ids = sparse.document_ids(batch, row.seqlen) if row.kind == "documents" else None
     took = record("sparse-cuda-bfloat16")[f"backward {row.name}"].times[OURS].median

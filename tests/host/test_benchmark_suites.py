@@ -42,7 +42,6 @@ def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("passes", ["forward", "backward", "both"])
 def test_bars_of_the_attention_suites(passes: Passes) -> None:
-    """One for each row against flash-attn-4."""
     suite = attention.suite(passes, CPU, torch.bfloat16)
     assert suite.name == passes
     bars = [bar for bar in suite.bars if bar.against == attention.FA4]

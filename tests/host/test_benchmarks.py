@@ -54,7 +54,6 @@ def toy(*contenders: Contender[Case], bars: Sequence[Bar] = (), cases: Sequence[
 
 
 def constant(name: str, value: float) -> Contender[Case]:
-    """A contender whose every result is one value."""
 
     def run() -> Results:
         return {"out": torch.full((4,), value)}
@@ -63,7 +62,6 @@ def constant(name: str, value: float) -> Contender[Case]:
 
 
 def missing(case: Case) -> Run:
-    """A contender whose library is missing."""
     raise Unavailable("no such library")
 
 
@@ -228,7 +226,6 @@ def test_command_line(
 def test_limits(
     limit: Limit, code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Limits are of time, and of memory where it is asked for."""
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: 5)
     monkeypatch.setitem(cli.SUITES, "toy", lambda device, dtype: replace(toy(), limits=[limit]))
     assert cli.main(["toy", "--device", "cpu", "--out", str(tmp_path)]) == code

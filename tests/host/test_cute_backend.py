@@ -25,7 +25,6 @@ from tests.lib.launches import Launched
 def backend_for(
     inputs: AttentionInputs, window_right: int | None = None, precise: bool = False
 ) -> tuple[CuteBackend, AttentionSpec]:
-    """A new backend, and what a call asks of it."""
     options = Options(window_right=window_right, precise_gradients=precise)
     return CuteBackend(ARCHITECTURES["sm90"]), AttentionSpec.of(inputs, options)
 
@@ -68,7 +67,6 @@ def strided(x: Tensor) -> Tensor:
 
 
 def causal(seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-    """The tables of a causal block mask."""
     return {"block_mask": BlockMask.causal(seqlen_q, seqlen_k).tables(torch.device("cpu"), backward=True)}
 
 
@@ -167,7 +165,6 @@ REPEATED = {"dense", "packed", "padded keys", "few queries", "narrow values"}
 
 
 def looks(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """Shapes, strides and dtypes."""
     return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
 
 

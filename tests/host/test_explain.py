@@ -41,7 +41,6 @@ def low(*shape: int, device: str = "cpu") -> Tensor:
 
 
 def planned(*args: Any, **options: Any) -> tuple[PassPlan, PassPlan]:
-    """Both passes of a call on a Hopper GPU."""
     explained = explain(*args, gpu="sm90", **options)
     assert explained.forward is not None
     assert explained.backward is not None

@@ -49,7 +49,6 @@ def room_of(module: str) -> str:
 
 
 def room_of_file(inside: str) -> str:
-    """The room of a file, by its path below the package."""
     return inside.split("/")[0].removesuffix(".py")
 
 
@@ -171,7 +170,6 @@ def test_imports_go_in_no_circle(tmp_path: Path) -> None:
 
 
 def test_instruments_are_below_tests() -> None:
-    """Tests import instruments, never the other way round."""
     for path in INSTRUMENTS.rglob("*.py"):
         assert not any(module.split(".")[0] == "tests" for module in imported_modules(path)), path
 

@@ -43,7 +43,6 @@ from tests.lib.kept_things import (
 
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process as a group of its own."""
     store = f"file://{tmp_path_factory.mktemp('rank')}/store"
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1)

@@ -58,7 +58,6 @@ class Watched(PortableBackend):
 
 @pytest.fixture
 def watched(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The portable backend, watched."""
     backend = Watched(events)
     monkeypatch.setitem(dispatch.BACKENDS, "portable", backend)
     return backend
@@ -139,7 +138,6 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has_nvtx() -> bool:
-    """Whether PyTorch was built with it."""
     try:
         torch.cuda.nvtx.mark("test")
     except RuntimeError:

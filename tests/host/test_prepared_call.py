@@ -26,7 +26,6 @@ from tests.lib.modes import Functions, Operators, Subclass
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[prepared_call.Plan]:
-    """Every plan made so far."""
     plans: list[prepared_call.Plan] = []
     original = prepared_call.make_plan
 

@@ -448,7 +448,6 @@ TINY = ("--batch", "1", "--seqlen", "512", "--heads", "2", "--head-dim", "64", "
 
 
 def needs(tool: str) -> Path:
-    """The real tool, or the test is skipped."""
     try:
         return machine.find(tool)
     except machine.Unavailable as reason:

@@ -138,7 +138,6 @@ def f():
 
 
 def test_tests_share_by_way_of_their_library() -> None:
-    """No test module is another one's library: what several need is in tests/lib."""
     folders = [path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))]
     assert len(folders) > 5
     borrows = re.compile(rf"^\s*(?:from|import) tests\.(?:{'|'.join(folders)})\b", re.MULTILINE)
@@ -153,7 +152,6 @@ def ci_checks(script: str) -> list[str]:
 
 
 def hook_checks(configuration: str) -> list[str]:
-    """The commands of all hooks of a pre-commit configuration."""
     return re.findall(r"^ +entry: (.*)$", configuration, re.MULTILINE)
 
 
@@ -257,7 +255,6 @@ def test_unknown_markers_are_refused() -> None:
 
 
 def test_contributing_sets_up_what_the_readme_does() -> None:
-    """CONTRIBUTING.md installs the same packages and runs the same checks and tests as CI."""
     set_up, run_tests = commands_of(ROOT / "README.md", "Try it")
     make, install, check = commands_of(ROOT / "CONTRIBUTING.md", "Set-up and checks")
     assert [make, install] == [
@@ -269,7 +266,6 @@ def test_contributing_sets_up_what_the_readme_does() -> None:
 
 
 def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling by hand works as written."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     (tmp_path / "build").mkdir()

@@ -123,7 +123,6 @@ class Machine:
 
     @property
     def entry(self) -> Path:
-        """The file of the verdict."""
         (path,) = (self.folder / "selfcheck").glob("*.verdict")
         return path
 
@@ -136,7 +135,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The warnings of this package."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found: list[str] = []

@@ -42,13 +42,11 @@ class Run:
 
     @property
     def processes(self) -> int:
-        """How many processes ran steps."""
         return len({line.partition(":")[0] for line in self.log.splitlines() if line.startswith("pid")})
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A file for the output of steps."""
     return tmp_path / "log"
 
 
