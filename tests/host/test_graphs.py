@@ -21,6 +21,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.status, self.error, self.number = 1, 0, 1
+        self.made: list[tuple[Any, Any]] = []
         self.held: list[tuple[Any, Any]] = []
 
     def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, graph: Any, *_: None) -> int:
@@ -28,10 +29,11 @@ class Driver:
         return 0
 
     def cuUserObjectCreate(self, made: Any, given: Any, destructor: Any, count: int, flags: int) -> int:
-        self.held.append((destructor, given))
+        self.made.append((destructor, given))
         return self.error
 
     def cuGraphRetainUserObject(self, graph: Any, held: Any, count: int, flags: int) -> int:
+        self.held.append(self.made.pop())
         return 0
 
     def destroy(self) -> None:
@@ -56,7 +58,7 @@ def test_graphs_hold_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reference() is not None
     child = os.fork()
     if not child:
-        os._exit(len(graphs._reads))
+        os._exit((len(graphs._reads), len(graphs._of_parent)) != (0, 1))  # nor do they free it
     assert os.waitpid(child, 0)[1] == 0
     driver.destroy()
     graphs.keep(5, {})
