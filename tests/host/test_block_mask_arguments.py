@@ -27,6 +27,10 @@ BlockMask.documents([1])
     TypeError: ids: expected a torch.Tensor, got list
 BlockMask.documents(cu_seqlens=IDS)
     TypeError: seqlen_q: expected an int beside cu_seqlens, got None
+BlockMask.documents(cu_seqlens=IDS.float(), seqlen_q=5)
+    TypeError: cu_seqlens: expected int32 or int64, got torch.float32
+BlockMask.documents(cu_seqlens=IDS, cu_seqlens_k=IDS.to("meta"), seqlen_q=5)
+    ValueError: cu_seqlens_k: expected the device cpu, got meta
 BlockMask.documents(IDS.to_sparse())
     TypeError: ids: expected a strided tensor, got torch.sparse_coo
 BlockMask.from_dense(MAP.to_sparse())
@@ -218,7 +222,7 @@ def test_offsets_are_checked_on_request(offsets: list[int], message: str, monkey
     with pytest.raises(ValueError, match=re.escape(message)):
         BlockMask.documents(cu_seqlens=cu_seqlens, seqlen_q=6)
     with pytest.raises(ValueError, match="cu_seqlens_k: expected offsets"):
-        BlockMask.documents(cu_seqlens=torch.tensor([0, 3, 6]), cu_seqlens_k=cu_seqlens, seqlen_q=6)
+        BlockMask.documents(cu_seqlens=torch.tensor([0, 6, 6]), cu_seqlens_k=cu_seqlens, seqlen_q=6)
 
 
 @pytest.mark.parametrize("number", [2**31 - 2, 2**31, 2**70], ids=["2^31 - 2", "2^31", "2^70"])
