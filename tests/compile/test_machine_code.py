@@ -112,7 +112,7 @@ def test_a_row_of_a_bias_leaves_ctas_persistent(bias: str, window: str) -> None:
         assert chosen.persistent == same_tiles.persistent
         assert chosen.persistent or d > 128
         assert chosen.bias_stages == 2
-        assert chosen.adds_to_bias == (d in (64, 256) or (d == 128 and window == "right"))
+        assert chosen.adds_to_bias == (d in (32, 64, 256) or (d == 128 and window == "right"))
         if chosen.adds_to_bias:
             plain = config(d, window)
             assert (chosen.tile_m, chosen.tile_n, chosen.stages) == (plain.tile_m, plain.tile_n, plain.stages)
