@@ -79,7 +79,7 @@ def device(text: str) -> torch.device:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """A regular expression."""
+    """A command-line regular expression, compiled."""
     try:
         return re.compile(text)
     except re.error as error:

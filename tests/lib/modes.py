@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Functions(TorchFunctionMode):
-    """Sees every function."""
+    """A mode of functions, which calls each as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):
-    """Sees every operator."""
+    """A mode of operators, which notes each and calls it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def column_sums(launch_of: LaunchOf, spec: AttentionSpec, inputs: AttentionInput
     shapes = Shapes(inputs.q.shape, inputs.k.shape, num_sequences(inputs), inputs.max_seqlen_q)
     kernel, planned, _ = launch_of(plan_column_sums, lse.device, spec, shapes)
     arguments = ColumnSumsArguments(
-        **{name: x for name, x in operands_of(inputs).items() if name != "mV"},
+        **operands_of(inputs, "QK"),
         mLSE=compact(lse),
         mSums=sums,
         mNextTile=counters.next_tile(lse.device.index),

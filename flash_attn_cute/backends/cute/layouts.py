@@ -28,9 +28,9 @@ def compact(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def operands_of(inputs: AttentionInputs) -> dict[str, Any]:
+def operands_of(inputs: AttentionInputs, names: str = "QKV") -> dict[str, Any]:
     """A call's q, k and v, offsets and lengths of its sequences, by the names of the kernels' arguments."""
-    operands = {"mQ": inputs.q, "mK": inputs.k, "mV": inputs.v}
+    operands = {f"m{name}": getattr(inputs, name.lower()) for name in names}
     sequences = {
         "mCuSeqlensQ": inputs.cu_seqlens_q,
         "mCuSeqlensK": inputs.cu_seqlens_k,

@@ -105,7 +105,7 @@ class InPair:
 
     @classmethod
     def of(cls, memory: SharedMemory, storage: Any) -> Any:
-        """See ``Held``."""
+        """Shared memory of a CTA that knows its rank."""
         return super().of(memory, storage, rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
 
     @property

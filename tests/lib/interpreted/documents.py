@@ -35,7 +35,7 @@ class Interpreted(CuteBackend):
         return self.architecture
 
     def num_sms(self, device: torch.device) -> int:
-        """See ``CuteBackend``."""
+        """The number that plans of interpreted calls are made for."""
         return NUM_SMS
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> Results:
