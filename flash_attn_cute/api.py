@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from flash_attn_cute.calls import torch_modes, user_errors, validate
+from flash_attn_cute.calls import ops, torch_modes, user_errors, validate
 from flash_attn_cute.calls.attend import Result, attend, check, is_replaced
 from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.calls.user_errors import says_where_to_look
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 is_same_memory = torch_modes.is_same_memory
 needs_dispatcher = torch_modes.needs_dispatcher
 is_over_ranks = is_replaced
+rules_of_dtensors = ops.rules_of_dtensors
 check_layout = spec.check_layout
 call = user_errors.call
 check_int = spec.check_int

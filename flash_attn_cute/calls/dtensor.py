@@ -52,14 +52,9 @@ def alike(inputs: AttentionInputs) -> AttentionInputs:
             check_beside("block_mask" if name == "selected" else name, x, q, is_shared=name not in ("k", "v"))
     if not isinstance(q, DTensor):
         return inputs
-    mesh = q.device_mesh
 
     def replicated(x: Any) -> Any:
-        if not isinstance(x, Tensor) or isinstance(_untransformed(x), DTensor):
-            return x
-        # A transform would look for a derivative of what makes it a DTensor.
-        with temporarily_clear_interpreter_stack() if is_transformed() else nullcontext():
-            return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return beside(x, q) if isinstance(x, Tensor) else x
 
     tables = inputs.block_mask
     if tables is not None:
@@ -67,6 +62,17 @@ def alike(inputs: AttentionInputs) -> AttentionInputs:
         tables = BlockTables.of_flat(tuple(map(replicated, tables.flat())), real)
     others = {name: replicated(x) for name, x in inputs._asdict().items() if name not in ("k", "v", "block_mask")}
     return inputs._replace(**others, block_mask=tables)
+
+
+def beside(x: Tensor, q: Tensor) -> Tensor:
+    """The tensor as a DTensor if q is one, where every rank has the same one."""
+    q = _untransformed(q)
+    if not isinstance(q, DTensor) or isinstance(_untransformed(x), DTensor):
+        return x
+    mesh = q.device_mesh
+    # A transform would look for a derivative of what makes it a DTensor.
+    with temporarily_clear_interpreter_stack() if is_transformed() else nullcontext():
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def check_beside(name: str, x: Tensor, q: Tensor, *, is_shared: bool = False) -> None:

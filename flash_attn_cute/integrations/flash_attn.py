@@ -26,7 +26,7 @@ shape, strides, device or value, and for what is refused. Messages name the argu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -377,13 +377,8 @@ def _whole(x: Tensor) -> Tensor:
 
 def _beside(lse: Tensor, x: Tensor) -> Tensor:
     """X, which is the same on every rank, as a DTensor if lse is one."""
-    if not hasattr(lse, "placements"):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    assert isinstance(lse, DTensor)
-    mesh = lse.device_mesh
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    rules = api.rules_of_dtensors()
+    return x if rules is None else cast(Tensor, rules.beside(x, lse))
 
 
 def _with_alibi(
