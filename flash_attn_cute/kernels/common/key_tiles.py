@@ -9,9 +9,10 @@ as well.)
 Determinism. Tiles add to a block of the workspace in the order in which they are taken (``common.semaphores``), from
 the last keys to the first; a block mask has its own order. Under a causal mask a tile's loop begins where its keys do,
 so the tile before it was at each block ``tile_n / tile_m`` steps ago. ``sparsity.dq_order.turns`` shows that no tile
-waits for ever, however few CTAs are resident. Under a right bound the longest tiles would come last. So the heads of a
-dense batch's last section have the opposite order: their tiles are taken from the first keys to the last, and iterate
-from the last query to the first. (Packed sequences and grouped heads lose by it.)
+waits for ever, however few CTAs are resident. This is FlashAttention's "shortest processing time first"; DASH, arXiv
+2601.21824, models such orders. Under a right bound the longest tiles would come last. So the heads of a dense batch's
+last section have the opposite order: their tiles are taken from the first keys to the last, and iterate from the last
+query to the first. (Packed sequences and grouped heads lose by it.)
 """
 
 from dataclasses import dataclass
