@@ -4,9 +4,6 @@ Scores stay there until P takes their place, so they need not be kept in registe
 its maximum searched, is read again. The row's own thread rescales O, because no other thread writes it then. Where the
 first three quarters of a block's P sum to little, and no exponent of the last quarter is large, the tensor cores
 multiply the former while the latter is computed.
-
-The unit for powers of two, which has 16 results a clock on a B200, is what binds. FlashAttention-4 takes a share of P
-from polynomials on the multiply-add units; so does this.
 """
 
 import functools
